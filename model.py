@@ -1,0 +1,237 @@
+"""The network: a Llama-style decoder over a static KV cache.  It knows nothing of drafting.
+
+Letters, here and in every file: B rows, T tokens fed now, V vocabulary, S cache slots, H/G query/key heads, D head size.
+Weights are named and laid out as Hugging Face stores them (half-split RoPE), so converting a checkpoint is renaming.
+"""
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int                     # rows of the embedding, padding rows included
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    context: int                        # positions the model was trained for
+    tokens: int = 0                     # ids below this are real tokens, the rest is padding; 0 = all of them
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: dict | None = None    # {"kind": "linear", "factor"} or {"kind": "llama3", "factor", ...}; None = plain
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False               # RMSNorm over each head of q and k (Qwen3)
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", self.tokens or self.vocab_size)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: not a multiple")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: RoPE rotates pairs")
+        if not 0 < self.tokens <= self.vocab_size:
+            raise ValueError(f"tokens {self.tokens} must be in 1..vocab_size ({self.vocab_size})")
+
+
+class KVCache(nn.Module):
+    """Keys and values of one model: 2 * layers buffers (B, G, S, D).  The caller owns it; stale slots are masked, never
+    cleared.  Buffers, because torch.compile gives buffers static addresses: anything else written in place would keep
+    the whole round out of its CUDA graph."""
+
+    def __init__(self, config: Config, B: int, S: int, device="cpu", dtype=torch.float32):
+        super().__init__()
+        self.layers = config.layers
+        for i in range(config.layers):
+            for name in ("k", "v"):
+                zeros = torch.zeros(B, config.kv_heads, S, config.head_dim, device=device, dtype=dtype)
+                self.register_buffer(f"{name}{i}", zeros, persistent=False)
+
+    def layer(self, i: int) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"k{i}"), getattr(self, f"v{i}")
+
+    def compact(self, pos: Tensor, path: Tensor):
+        """Make a tree a chain: slot pos + path[:, j] moves to slot pos + j.  pos (B,), path (B, K+1), path[:, 0] = 0."""
+        rows = torch.arange(pos.shape[0], device=pos.device)[:, None]
+        source = pos[:, None] + path                                            # (B, K+1)
+        target = pos[:, None] + torch.arange(path.shape[1], device=pos.device)
+        for buffer in self.buffers():
+            kept = buffer[rows, :, source]                      # (B, K+1, G, D), read in full before anything is written
+            buffer[rows, :, target] = kept
+
+
+def visible(pos: Tensor, T: int, span: int, sees: Tensor | None = None) -> Tensor:
+    """Which of the first `span` slots each of the T fed tokens may attend to: pos (B,) -> bool (B, T, span).
+    Token i sits in slot pos + i and sees everything before pos, then, of the fed tokens, those with sees[i] (T, T);
+    None is a chain: itself and all before it."""
+    ahead = torch.arange(span, device=pos.device) - pos[:, None]                # (B, span): 0 is the first fed token
+    if sees is None:
+        return ahead[:, None] <= torch.arange(T, device=pos.device)[:, None]
+    inside = (ahead >= 0) & (ahead < T)
+    fed = sees.T[ahead.clamp(0, T - 1)].transpose(1, 2)                         # (B, span, T) -> (B, T, span)
+    return (ahead < 0)[:, None] | (inside[:, None] & fed)
+
+
+def inverse_frequencies(config: Config) -> Tensor:
+    """RoPE's angle per position for each pair of a head (D/2,), float32, scaled for long contexts as the checkpoint asks."""
+    D = config.head_dim
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freq
+    if scaling["kind"] == "linear":
+        return freq / scaling["factor"]
+    if scaling["kind"] != "llama3":
+        raise ValueError(f"RoPE scaling {scaling['kind']!r} is not supported: linear, llama3 or none")
+    # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # full turns within the old context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * freq + (1 - keep) * freq / scaling["factor"]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x (B, *, T, D) in the half-split layout: pair j is (x[j], x[j + D/2]).  cos, sin (B, 1, T, D/2) float32."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype) * self.weight
+
+
+class Block(nn.Module):
+    """One decoder layer.  Attention and MLP stand in one forward: this is the unit that is compiled once and called for
+    every layer."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.c = c
+        self.attn_norm = RMSNorm(c.dim, c.norm_eps)
+        self.q = nn.Linear(c.dim, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o = nn.Linear(c.heads * c.head_dim, c.dim, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+        self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
+        self.gate = nn.Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
+        self.down = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+
+    def forward(self, x, cos, sin, mask, slots, k_cache, v_cache):
+        """x (B, T, dim) -> the same; writes the fed keys and values to slots (B, T) of k_cache, v_cache (B, G, S, D)."""
+        x = x + self.attention(self.attn_norm(x), cos, sin, mask, slots, k_cache, v_cache)
+        y = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attention(self, x, cos, sin, mask, slots, k_cache, v_cache):
+        B, T, _ = x.shape
+        H, G, D = self.c.heads, self.c.kv_heads, self.c.head_dim
+        q = self.q(x).view(B, T, H, D)
+        k = self.k(x).view(B, T, G, D)
+        v = self.v(x).view(B, T, G, D)
+        if self.c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)     # (B, H, T, D), (B, G, T, D)
+        rows = torch.arange(B, device=x.device)[:, None]
+        k_cache[rows, :, slots] = k.transpose(1, 2)         # integer indices: scatter_ would clone the whole cache
+        v_cache[rows, :, slots] = v
+        span = mask.shape[-1]                               # slots that can hold anything yet: the rest is not read
+        # The H/G query heads that share a key head become rows beside T: no copy of the cache per query head.
+        q = q.reshape(B, G, H // G * T, D)
+        mask = mask[:, None].repeat(1, 1, H // G, 1)        # (B, 1, H/G * T, span)
+        y = F.scaled_dot_product_attention(q, k_cache[:, :, :span], v_cache[:, :, :span], attn_mask=mask)
+        return self.o(y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("freq", inverse_frequencies(config), persistent=False)     # stays float32, see load_model
+
+    def forward(self, tokens, pos, cache: KVCache, span: int, depth=None, sees=None, taps=()):
+        """Feed tokens (B, T) to slots pos..pos+T-1, pos (B,), attending to the first `span` slots.  A chain by default;
+        a tree gives each token its depth (T,) and whom it sees (T, T).
+        -> hidden (B, T, dim) for `head`, and the outputs of the layers named in `taps`, side by side (B, T, len(taps)*dim)."""
+        T = tokens.shape[1]
+        offset = torch.arange(T, device=tokens.device)
+        angle = (pos[:, None] + (offset if depth is None else depth)).float()[:, None, :, None] * self.freq
+        cos, sin = angle.cos(), angle.sin()                                     # (B, 1, T, D/2) float32
+        mask, slots = visible(pos, T, span, sees), pos[:, None] + offset
+        x = self.embed(tokens)
+        tapped = []
+        for i, block in enumerate(self.layers):
+            x = block(x, cos, sin, mask, slots, *cache.layer(i))
+            if i in taps:
+                tapped.append(x)
+        return self.norm(x), torch.cat(tapped, -1) if tapped else x[..., :0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden (..., dim) -> logits (..., V) over the real tokens: padding rows of the matrix can never be emitted."""
+        weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        return F.linear(hidden, weight)[..., :self.config.tokens]
+
+
+def build(config: Config, weights: dict[str, Tensor], device="cpu", dtype=torch.float32) -> Transformer:
+    """A Transformer holding exactly these weights.  Raises ValueError naming every missing, unknown or misshapen one."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    want = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    have = {name: tuple(w.shape) for name, w in weights.items()}
+    if want != have:
+        missing, unknown = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+        shapes = [f"{n} is {have[n]}, not {want[n]}" for n in sorted(want.keys() & have.keys()) if want[n] != have[n]]
+        raise ValueError(f"weights do not fit the config: missing {missing}, unknown {unknown}, shapes {shapes}")
+    model.load_state_dict({n: w.to(device, dtype) for n, w in weights.items()}, assign=True)
+    model.freq = inverse_frequencies(config).to(device)
+    return model.eval().requires_grad_(False)
+
+
+def read_config(folder) -> dict:
+    """The folder's config.json: {"model": Config's fields, "tokenizer": ..., "chat_template": ...}."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name for f in fields(Config)}
+        if unknown := sorted(config["model"].keys() - known):
+            raise ValueError(f"unknown model fields {unknown}")
+        Config(**config["model"])
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: convert_weights.py makes such a folder") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not one that convert_weights.py writes ({error}): convert the checkpoint again") from None
+    return config
+
+
+def load_model(folder, device="cpu", dtype=None) -> Transformer:
+    """The model of a folder written by convert_weights.py, in `dtype` (default: float32 on the CPU, bfloat16 elsewhere)."""
+    config, path = Config(**read_config(folder)["model"]), Path(folder) / "model.safetensors"
+    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    try:
+        return build(config, load_file(path), device, dtype)
+    except (FileNotFoundError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: {error}. Convert the checkpoint again") from None
