@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+CHUNK = 64      # tokens fed at once in prefill: the caches need that much room past the prompt
+
 
 @dataclass(frozen=True)
 class Config:
@@ -189,6 +191,23 @@ class Transformer(nn.Module):
             if i in taps:
                 tapped.append(x)
         return self.norm(x), torch.cat(tapped, -1) if tapped else x[..., :0]
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, begin: Tensor, end: Tensor, cache: KVCache, taps=()) -> tuple[Tensor, Tensor]:
+        """Feed positions [begin, end) of tokens (B, S); begin, end (B,), end > begin.  Chunks of one width, the last one padded:
+        what the padding writes lies past `end` and is overwritten before anything can see it.
+        -> hidden of each row's last token (B, 1, dim), tapped rows from begin on (B, P, len(taps)*dim)."""
+        tapped, last = [], None
+        for start in range(0, int((end - begin).max()), CHUNK):
+            pos = begin + start
+            slots = pos[:, None] + torch.arange(CHUNK, device=tokens.device)
+            span = int(pos.max()) + CHUNK
+            hidden, tap = self(tokens.gather(1, slots), pos, cache, span, taps=taps)
+            row = (end - 1 - pos).clamp(0, CHUNK - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            here = hidden.gather(1, row)
+            last = here if last is None else torch.where((end > pos)[:, None, None], here, last)
+            tapped.append(tap)
+        return last, torch.cat(tapped, 1)
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden (..., dim) -> logits (..., V) over the real tokens: padding rows of the matrix can never be emitted."""

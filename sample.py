@@ -1,0 +1,118 @@
+"""Logits -> distribution -> token.  Every setting is a tensor with one value a row, so changing it recompiles nothing, and
+all noise is a pure function of (seed, role, position, vocabulary index), so eager, compiled and batched runs agree."""
+import torch
+from torch import Tensor, nn
+
+DRAFT, ACCEPT, TARGET = 0, 1, 2         # roles of noise: what guesses, what judges a guess, what draws the target's token
+
+M32 = 0xFFFFFFFF
+STARTS = 0x243F6A88, 0x13198A2E, 0x299F31D0           # hexadecimal digits of pi: nothing up our sleeve
+
+
+class Sampling(nn.Module):
+    """One row of settings per row of the batch, in buffers (B,): `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and
+    `min_p` 0 are off.  `truncates` is a Python constant of the compiled graph: without it nobody pays for sorting."""
+
+    def __init__(self, B, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, device="cpu"):
+        super().__init__()
+        for name, dtype in (("temperature", torch.float32), ("top_k", torch.int64), ("top_p", torch.float32),
+                            ("min_p", torch.float32), ("seed", torch.int64)):
+            self.register_buffer(name, torch.zeros(B, dtype=dtype, device=device))
+        self.set(temperature, top_k, top_p, min_p, seed)
+
+    def set(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+        """Each setting is one value for all rows or a list with one a row; row i of a single seed gets seed + i.
+        Raises ValueError outside temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**62."""
+        given = {name: self.per_row(name, value) for name, value in
+                 (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p), ("seed", seed))}
+        if not isinstance(seed, (list, tuple)):
+            given["seed"] = [seed + i for i in range(len(given["seed"]))]
+        limits = {"temperature": ("0 or more and finite", lambda x: 0 <= x < float("inf")),
+                  "top_k": ("0 (off) or more", lambda x: 0 <= x < 2 ** 62), "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
+                  "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1), "seed": ("in 0..2**62", lambda x: 0 <= x < 2 ** 62)}
+        for name, (words, fits) in limits.items():
+            if bad := [x for x in given[name] if not fits(x)]:
+                raise ValueError(f"{name} {bad[0]} must be {words}")
+        for name, values in given.items():
+            buffer = getattr(self, name)
+            buffer.copy_(torch.tensor(values, dtype=buffer.dtype))
+        self.truncates = any(k > 0 or p < 1 or m > 0 for k, p, m in zip(given["top_k"], given["top_p"], given["min_p"]))
+
+    def per_row(self, name: str, value) -> list:
+        B = self.temperature.shape[0]
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * B
+        if len(values) != B:
+            raise ValueError(f"{len(values)} values of {name} for {B} rows: give one, or one a row")
+        return values
+
+
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits (B, T, V) -> the law the settings define (B, T, V) float32: temperature, then top-k, top-p, min-p.
+    Temperature 0 is all mass on the lowest index that attains the maximum: a distribution like any other."""
+    logits = logits.float()
+    V, T0 = logits.shape[-1], sampling.temperature[:, None, None] == 0
+    temperature = torch.where(T0, 1.0, sampling.temperature[:, None, None].clamp_min(1e-20))
+    # the maximum is taken off before the division: 1e-20 then gives 0 and -inf, never inf - inf
+    p = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
+    if sampling.truncates:
+        p = truncate(p, logits, sampling)
+    greedy = torch.arange(V, device=p.device) == logits.argmax(-1, keepdim=True)
+    return torch.where(T0, greedy.float(), p)
+
+
+def truncate(p: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+    """Keep exactly the top_k most likely tokens, of those the smallest set that holds top_p of their mass, of those the ones
+    with at least min_p times the best one's probability (nucleus: Holtzman et al. 2020; min-p: Nguyen et al. 2024).
+    p, logits (B, T, V).  Ranked by logit, ties by index, since softmax can round two logits to one probability."""
+    V = p.shape[-1]
+    top_k, top_p, min_p = (getattr(sampling, name)[:, None, None] for name in ("top_k", "top_p", "min_p"))
+    order = logits.sort(-1, descending=True, stable=True).indices
+    ranked = p.gather(-1, order)
+    keep = torch.arange(V, device=p.device) < torch.where(top_k == 0, V, top_k)
+    mass = (ranked * keep).cumsum(-1)
+    before = mass - ranked                                      # mass ahead of each token: 0 for the first, so it stays
+    keep = keep & ((before < top_p * mass[..., -1:]) | (top_p >= 1))    # off, not a threshold: rounding would drop tails
+    keep = keep & (ranked >= min_p * ranked[..., :1])
+    kept = torch.zeros_like(p).scatter(-1, order, ranked * keep)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def draw(weights: Tensor, race: Tensor) -> Tensor:
+    """Sample from unnormalised weights (..., V) with exponential noise (..., V) -> (...) int64.  The smallest race / weight
+    wins with probability weight / sum, and a weight of 0 never wins."""
+    return (weights / race).argmax(-1)
+
+
+# ---- keyed noise ---------------------------------------------------------------------------------------------------------
+
+def uniform(seed: Tensor, role: int, position: Tensor) -> Tensor:
+    """One float32 in (0, 1) for each element of seed and position (one shape)."""
+    return open_unit(bits(seed, role, position, 1)).squeeze(-1)
+
+
+def exponential(seed: Tensor, role: int, position: Tensor, V: int) -> Tensor:
+    """Exponential(1) noise: seed, position (...) -> (..., V) float32, positive and finite."""
+    # log1p keeps full precision where it decides a race, near 0: a token of probability 1e-9 can still win
+    return -torch.log1p(-open_unit(bits(seed, role, position, V)))
+
+
+def open_unit(words: Tensor) -> Tensor:
+    """32-bit words -> float32 in (0, 1).  Rounding could reach 1.0, which would reject a draft with p = q."""
+    return ((words.float() + 0.5) * 2.0 ** -32).clamp_max(1 - 2.0 ** -24)
+
+
+def bits(seed: Tensor, role: int, position: Tensor, n: int) -> Tensor:
+    """seed, position (...) int64 -> (..., n) words in [0, 2**32), a pure function of (seed, role, position, index).
+    Three chains hash (seed, role, position) into a 96-bit key; three more rounds spread the key over the indices."""
+    high = (seed >> 32) | (role << 30)                            # seed < 2**62 leaves two bits for the role
+    k0, k1, k2 = (mix(mix(mix((seed & M32) ^ start) ^ high) ^ position)[..., None] for start in STARTS)
+    # The bitwise ^ comes first on purpose: arange times a constant is folded into an int32 index on CUDA and wraps.
+    x = mix(torch.arange(n, device=seed.device) ^ k0)
+    return mix(mix((x + k1) & M32) ^ k2)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words in which every input bit flips every output bit about half the time (lowbias32, Wellons)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & M32                    # factors below 2**31: products stay below 2**63,
+    x = ((x ^ (x >> 15)) * 0x6C50B47D) & M32                    # since overflow is undefined in Inductor's C++
+    return x ^ (x >> 16)
