@@ -337,7 +337,7 @@ def sentencepiece_spec(path: Path, new: Path, special: dict[str, int], settings:
         raise ValueError(f"{path} is not a sentencepiece model") from None
     size = model.get_piece_size()
     special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i) or model.is_unknown(i)} | special
-    if plain := [t for t, i in special.items() if i < size and model.is_user_defined(i)]:
+    if plain := [t for t, i in special.items() if i in model.encode(t)]:
         raise ValueError(f"{path} finds special tokens in plain text, which is not supported: {', '.join(plain)}")
     bos = special.get(text_of(settings.get("bos_token")), model.bos_id())
     return {"kind": "sentencepiece", "file": "tokenizer.model", "special_tokens": special,
@@ -362,8 +362,8 @@ def bpe_spec(raw: dict, new: Path, special: dict[str, int]) -> dict:
     vocab = {i: t for t, i in bpe["vocab"].items() if i not in special.values()}
     write_ranks(new, vocab, merges, bpe.get("ignore_merges", False))
     return {"kind": "tiktoken", "file": "tokenizer.tiktoken", "pattern": split_pattern(steps),
-            "special_tokens": special, "bos": first_token(raw.get("post_processor"), special), "normal_form": form and "NFC",
-            "size": max([*vocab, *special.values()]) + 1}
+            "special_tokens": special, "bos": first_token(raw.get("post_processor"), special),
+            "normal_form": form and "NFC", "size": max([*vocab, *special.values()]) + 1}
 
 
 def split_pattern(steps: list[dict]) -> str:

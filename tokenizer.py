@@ -222,8 +222,11 @@ def compare(a: Tokenizer, b: Tokenizer) -> str | None:
         return f"one tokenizer has {a.vocab_size} tokens, the other {b.vocab_size}"
     if a.bos != b.bos:
         return f"one tokenizer starts a text with {a.bos}, the other with {b.bos}"
-    for text in CORPUS:
-        with warnings.catch_warnings(action="ignore"):
-            if a.encode(text) != b.encode(text):
-                return f"{text!r} is {a.encode(text)} for one tokenizer and {b.encode(text)} for the other"
+    ordinary = (piece for i, piece in enumerate(a.pieces) if i not in a.hidden)
+    with warnings.catch_warnings(action="ignore"):
+        for text in (*CORPUS, b"\n".join(ordinary).decode("utf-8", "ignore")):
+            x, y = a.encode(text), b.encode(text)
+            if x != y:
+                i = next((i for i, (s, t) in enumerate(zip(x, y)) if s != t), min(len(x), len(y)))
+                return f"{a.decode(x[i:i + 8])!r} is {x[i:i + 8]} for one tokenizer and {y[i:i + 8]} for the other"
     return None
