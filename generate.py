@@ -1,0 +1,407 @@
+"""Write text with a target model and a drafter:  python generate.py --prompt "Why is the sky blue?"
+
+Follow one token: main -> generate -> speculate -> drafter.propose -> verify -> accept_* (speculate.py).
+"""
+import argparse
+import json
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+import tokenizer as tokenizers
+from drafts import ModelDraft, NgramDraft, NoDraft
+from model import CHUNK, KVCache, load_model, read_config
+from sample import Sampling, probs
+from speculate import State, accept_matched, commit, speculate
+
+DEFAULT_TARGET = Path(__file__).parent / "models" / "smollm2-135m"
+
+
+# ---- the engine's loop -------------------------------------------------------------------------------------------------
+
+def slots(need: int) -> int:
+    """Cache sizes and views come in powers of two from 512: each is a compiled graph of its own, found again on disk."""
+    return max(512, 1 << (need - 1).bit_length())
+
+
+def make_state(target, B: int, length: int, K: int, eos=()) -> State:
+    """A State for texts of up to `length` tokens.  Beyond that a row may commit K past its end and then, finished, scratch
+    K + 1 slots more; prefill pads its last chunk."""
+    S, weight = slots(length + max(2 * (K + 1), CHUNK)), target.embed.weight
+    return State(KVCache(target.config, B, S, weight.device, weight.dtype), B, S, eos, weight.device)
+
+
+def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int]) -> list[list[int]]:
+    """Feed the prompts and draw each row's first token.  What the caches already hold of a prompt is not fed again."""
+    fed = [tokens[:max(pos - 1, 0)] for tokens, pos in zip(state.tokens.tolist(), state.pos.tolist())]  # a draft's cache
+    common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))    # may lack pos - 1
+              for old, ids in zip(fed, prompts)]
+    start = state.pos.new_tensor([min(c, len(ids) - 1) for c, ids in zip(common, prompts)])
+    for row, ids in enumerate(prompts):
+        state.tokens[row, :len(ids)] = state.tokens.new_tensor(ids)
+    last = state.pos.new_tensor([len(ids) - 1 for ids in prompts])
+    state.pos.copy_(last)
+    state.limit.copy_(last + last.new_tensor(max_new))
+    state.live.copy_(state.limit > last)
+    hidden, tapped = target.prefill(state.tokens, start, last + 1, state.cache, drafter.taps)
+    p = probs(target.head(hidden), sampling)                                            # then a round without guesses
+    n, out, _ = accept_matched(state.tokens[:, :0], None, p, sampling.seed, state.pos)
+    _, new = commit(state, out, n)
+    drafter.start(state, start, tapped)
+    return [ids[:k] for ids, k in zip(out.tolist(), new.tolist())]
+
+
+@torch.no_grad()
+def generate(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int], step=speculate):
+    """Yields after prefill and after each round one list of new ids a row, and how many of them were guesses that were kept.
+    `step` is speculate, compiled or not.  A caller ends a row early with state.live[row] = False."""
+    B, S = state.tokens.shape
+    for row, ids in enumerate(prompts):
+        if not 0 < len(ids) or len(ids) + max_new[row] > min(target.config.context, S):
+            raise ValueError(f"row {row}: {len(ids)} prompt + {max_new[row]} new tokens do not fit the context of "
+                             f"{target.config.context} and cache of {S}")
+    yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B
+    # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at most one
+    # round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
+    ahead, in_flight, K = int(state.tokens.is_cuda), deque(), drafter.nodes
+    newest, live = max(map(len, prompts)), state.live.any()
+    while live:
+        if newest >= getattr(drafter, "context", S):                                    # the draft model has no more positions
+            drafter = NoDraft()
+        state.span = min(S, slots(newest + (len(in_flight) + 2) * (K + 1)))
+        out, n, new = step(target, drafter, state, sampling)
+        in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (n, new, state.live, state.pos)], 1)))
+        if len(in_flight) > ahead:
+            rows = in_flight.popleft()().tolist()                                       # the one host sync of a round
+            newest, live = max(row[-1] for row in rows), any(row[-2] for row in rows)
+            yield [row[:row[-3]] for row in rows], [row[-4] for row in rows]
+
+
+def to_host(tensor):
+    """Start copying a small tensor to the host -> a function that waits for the copy and returns it."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)       # a copy also because the next replay overwrites a graph's outputs
+    done = torch.cuda.Event()
+    done.record()
+    return lambda: (done.synchronize(), copy)[1]
+
+
+def compile_round(target, drafter, state: State, sampling, length: int):
+    """The only place anything is compiled: one graph a round, drafting included.  -> (step, seconds it took).
+    Prefill stays eager: its chunks are large enough to be bound by arithmetic, and the first token need not wait."""
+    # Inductor inlines small values into each of their uses, which doubles the work at every line of the integer hash in
+    # sample.py: 87 s of compiling became 6 s with this, the kernels being fused again afterwards.
+    torch._inductor.config.realize_opcount_threshold = 8
+    torch._dynamo.config.recompile_limit = 64           # one graph per cache view and setting of `truncates`, not 8 in all
+    step = torch.compile(speculate, mode="max-autotune", fullgraph=True, dynamic=False)
+    start = time.perf_counter()
+    state.pos.fill_(1)                                  # no row is live: the round runs, and nothing is committed
+    state.span = min(state.tokens.shape[1], slots(length + 2 * (drafter.nodes + 1)))
+    with torch.no_grad():
+        for _ in range(3 if state.tokens.is_cuda else 1):                               # a GPU also records its CUDA graph
+            step(target, drafter, state, sampling)[2].tolist()
+    state.pos.fill_(-1)
+    return step, time.perf_counter() - start
+
+
+# ---- text and statistics, one object a row -----------------------------------------------------------------------------
+
+class Row:
+    """What one row has written: ids, the text they decode to, why it ended, and how its rounds went."""
+
+    def __init__(self, tokenizer, budget: int, K: int, stops=()):
+        self.tokenizer, self.budget, self.stops = tokenizer, budget, stops
+        self.stream, self.ids, self.text, self.lengths, self.shown = tokenizers.Stream(tokenizer), [], "", [], 0
+        self.finish = None if budget else "length"
+        self.rounds, self.tried, self.kept = 0, [0] * K, [0] * K
+        self.start = self.first = self.last = time.perf_counter()
+
+    def push(self, new: list[int], kept: int) -> str:
+        """Take a round's new ids, `kept` of them guesses -> the text that can be shown by now."""
+        if self.finish or not new:
+            return ""
+        self.last = time.perf_counter()
+        if self.ids:
+            self.count(new, kept)
+        else:
+            self.first = self.last                          # the first token comes from prefill, not from a round
+        for id in new:
+            self.ids.append(id)
+            self.text += self.stream.push([id])
+            self.lengths.append(len(self.text))
+            if self.stopped():
+                return self.show(len(self.text))
+        if self.ids[-1] in self.tokenizer.eos:
+            return self.end("eos")
+        if len(self.ids) == self.budget:
+            return self.end("length")
+        # what may be the beginning of a stop text waits for the rest of it
+        held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        return self.show(len(self.text) - held)
+
+    def count(self, new: list[int], kept: int):
+        """Guesses past the row's end could not have been kept: they were not tried."""
+        room = len(new) if new[-1] in self.tokenizer.eos else self.budget - len(self.ids)
+        self.rounds += 1
+        for i in range(min(len(self.tried), room)):
+            self.tried[i] += 1
+            self.kept[i] += i < kept
+
+    def stopped(self) -> bool:
+        """Cut text and ids at the first stop text: the ids kept are the fewest whose text covers what is left."""
+        at = min((i for stop in self.stops if (i := self.text.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.text, self.finish = self.text[:at], "stop"
+            self.ids = self.ids[:next((i for i, n in enumerate(self.lengths, 1) if n >= at), 0) if at else 0]
+        return at is not None
+
+    def end(self, why: str) -> str:
+        self.finish = self.finish or why
+        self.text += self.stream.end() if self.finish != "stop" else ""
+        return self.show(len(self.text))
+
+    def show(self, upto: int) -> str:
+        part, self.shown = self.text[self.shown:upto], max(self.shown, upto)
+        return part
+
+    def stats(self) -> dict:
+        written, seconds = len(self.ids), self.last - self.first
+        return {"new_tokens": written, "rounds": self.rounds,
+                "tokens_per_round": round((written - 1) / self.rounds, 3) if self.rounds else None,
+                "accepted_per_position": [round(k / t, 3) if t else None for k, t in zip(self.kept, self.tried)],
+                "ttft_s": round(self.first - self.start, 4),
+                "tokens_per_s": round((written - 1) / seconds, 2) if seconds > 0 else None}
+
+
+def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) -> str:
+    """The statistics line.  tokens/s is after the first token; rounds are summed over the rows."""
+    total = Row(rows[0].tokenizer, 0, len(rows[0].tried))
+    for row in rows:
+        total.ids, total.rounds = total.ids + row.ids, total.rounds + row.rounds
+        total.tried, total.kept = ([a + b for a, b in zip(x, y)] for x, y in
+                                   ((total.tried, row.tried), (total.kept, row.kept)))
+    after_first, seconds = len(total.ids) - len(rows), max(r.last for r in rows) - min(r.first for r in rows)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else \
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    parts = [f"{sum(map(len, prompts))} prompt tokens, first token after {max(r.first - r.start for r in rows):.2f} s",
+             f"{len(total.ids)} new tokens" + (f", {after_first / seconds:.1f} tokens/s" if seconds > 0 else "")]
+    if total.rounds:
+        parts.append(f"{total.rounds} rounds of {after_first / total.rounds:.2f} tokens")
+    if any(total.tried):
+        parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(total.kept, total.tried)))
+    return "; ".join(parts + [f"compiled in {compile_s:.1f} s" if compile_s else "eager", f"peak {peak / 1e9:.2f} GB"])
+
+
+# ---- the command line --------------------------------------------------------------------------------------------------
+
+def options(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Speculative decoding: what the target alone would write, sooner.")
+    add = parser.add_argument
+    add("--target", metavar="DIR", default=DEFAULT_TARGET, help="folder made by convert_weights.py (default: %(default)s)")
+    add("--draft", metavar="none|ngram|DIR", default="ngram", help="who guesses: nobody, prompt lookup, or a smaller model")
+    add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: each is a row of the batch; - reads stdin")
+    add("--prompt-file", metavar="FILE", help="one prompt a line")
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 is off")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that hold P of the mass; 1 is off")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one's probability")
+    add("--seed", type=int, default=0, metavar="S", help="row i draws with seed S + i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    chat = parser.add_mutually_exclusive_group()
+    chat.add_argument("--chat", action="store_true", default=None, help="use the model's chat template (default if it has one)")
+    chat.add_argument("--raw", action="store_false", dest="chat", help="continue the prompt as it stands")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
+    add("--no-compile", action="store_true", help="run eagerly: slower, starts at once")
+    add("--json", action="store_true", help="one JSON object a row on stdout, nothing else")
+    add("--interactive", action="store_true", help="a chat that keeps the conversation and its cache")
+    return check(parser.parse_args(argv))
+
+
+def check(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse what cannot work, with the value and the remedy; read the prompts."""
+    def need(fine, message):
+        if not fine:
+            raise ValueError(message)
+    need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
+    need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
+    args.k = 0 if args.draft == "none" else args.k or 4
+    need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
+    need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
+    Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    try:
+        args.device = torch.device(args.device)
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {args.device} is not available here: use cpu" +
+                         (" or cuda" if torch.cuda.is_available() else "")) from None
+    if args.interactive:
+        given = [n for n, v in (("--prompt", args.prompt), ("--prompt-file", args.prompt_file), ("--json", args.json),
+                                ("--raw", args.chat is False), ("--max-new-tokens 0", args.max_new_tokens == 0)) if v]
+        need(not given, f"--interactive is a chat that reads the terminal: leave out {', '.join(given)}")
+        return args
+    args.prompt = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    if args.prompt_file:
+        try:
+            args.prompt += Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
+    need(args.prompt, 'nothing to do: give --prompt "TEXT", --prompt-file FILE or --interactive')
+    for i, prompt in enumerate(args.prompt):
+        need(prompt.strip(), f"prompt {i + 1} is empty: give it some text")
+    return args
+
+
+def load_drafter(args, target, tokens, S: int):
+    """--draft none, ngram or a folder -> a drafter for a batch of B rows and caches of S slots."""
+    if args.draft == "none":
+        return NoDraft()
+    if args.draft == "ngram":
+        return NgramDraft(args.k)
+    folder = Path(args.draft)
+    if not folder.is_dir():
+        raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py")
+    if folder.resolve() == Path(args.target).resolve():
+        model = target
+    else:
+        if difference := tokenizers.compare(tokens, tokenizers.load(folder)):
+            raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
+        model = load_model(folder, args.device, target.embed.weight.dtype)
+    cache = KVCache(model.config, max(1, len(args.prompt)), S, args.device, target.embed.weight.dtype)
+    return ModelDraft(model, cache, args.k, target.config.tokens)
+
+
+def encode(args, tokens, template, messages) -> list[int]:
+    """The prompt's ids: through the chat template when there is one, unless --raw."""
+    return tokenizers.chat(template, messages, tokens) if args.chat else tokens.prompt(messages[-1]["content"])
+
+
+def room(ids: list[int], wanted: int, context: int, name: str) -> int:
+    """How many new tokens fit after a prompt, saying so where they are fewer than wanted."""
+    if len(ids) >= context:
+        raise ValueError(f"{name} has {len(ids)} tokens and fills the model's context of {context}: shorten it")
+    if len(ids) + wanted > context:
+        note(f"{name}: only {context - len(ids)} of {wanted} new tokens fit the context of {context}")
+    return min(wanted, context - len(ids))
+
+
+def note(text: str):
+    print(text, file=sys.stderr, flush=True)
+
+
+class Engine:
+    """What a command loads once: the models, their caches, the settings and the compiled round."""
+
+    def __init__(self, args, target, tokens, longest: int, first: int):
+        """For texts of up to `longest` tokens, the first round starting at about `first`."""
+        B = max(1, len(args.prompt))
+        self.args, self.target, self.tokens = args, target, tokens
+        self.state = make_state(target, B, longest, args.k, tokens.eos)
+        self.drafter = load_drafter(args, target, tokens, self.state.tokens.shape[1])
+        self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
+        self.step, self.compile_s = speculate, 0.0
+        if not args.no_compile:
+            note("compiling the round: a minute or more the first time, some seconds once it is found on disk ...")
+            self.step, self.compile_s = compile_round(target, self.drafter, self.state, self.sampling, first)
+
+    def run(self, prompts: list[list[int]], budgets: list[int], show) -> list[Row]:
+        """Generate until every row has ended or Ctrl-C; show(row number, text) gets the text as it comes."""
+        rows = [Row(self.tokens, budget, self.args.k, self.args.stop) for budget in budgets]
+        try:
+            for new, kept in generate(self.target, self.drafter, self.state, self.sampling, prompts, budgets, self.step):
+                for i, row in enumerate(rows):
+                    show(i, row.push(new[i], kept[i]))
+                    if row.finish == "stop":
+                        self.state.live[i] = False
+                if all(row.finish for row in rows):
+                    break
+        except KeyboardInterrupt:
+            pass
+        for i, row in enumerate(rows):
+            if not row.finish:
+                show(i, row.end("interrupted"))
+        return rows
+
+
+def write(i: int, text: str):
+    print(text, end="", flush=True)
+
+
+def run_prompts(args, target, tokens, template) -> int:
+    prompts = [encode(args, tokens, template, [{"role": "user", "content": text}]) for text in args.prompt]
+    context = target.config.context
+    budgets = [room(ids, args.max_new_tokens, context, f"prompt {i + 1}") for i, ids in enumerate(prompts)]
+    longest = max(len(ids) + new for ids, new in zip(prompts, budgets))
+    engine = Engine(args, target, tokens, longest, max(map(len, prompts)))
+    alone = len(prompts) == 1 and not args.json
+    rows = engine.run(prompts, budgets, write if alone else lambda i, text: None)
+    for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
+        if args.json:
+            stats = row.stats() | {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "seed": args.seed + i}
+            print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish, "stats": stats}))
+        elif not alone:
+            print(f"=== {i + 1}: {prompt}\n{row.text}")
+    if alone:
+        print()
+    note(report(rows, prompts, engine.compile_s, args.device))
+    return 130 if any(row.finish == "interrupted" for row in rows) else 0
+
+
+def run_chat(args, target, tokens, template) -> int:
+    """A conversation: each turn renders all of it, and what the caches already hold of it is not fed again."""
+    context, messages = target.config.context, []
+    engine = Engine(args, target, tokens, context, 256)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return 0
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        ids = encode(args, tokens, template, messages)
+        if len(ids) >= context and len(messages) > 1:
+            note(f"the conversation has {len(ids)} tokens and fills the context of {context}: it starts anew with this message")
+            messages = messages[-1:]
+            ids = encode(args, tokens, template, messages)
+        try:
+            rows = engine.run([ids], [room(ids, args.max_new_tokens, context, "the conversation")], write)
+        except ValueError as error:                                     # one message longer than the context
+            messages.pop()
+            note(str(error))
+            continue
+        print()
+        messages.append({"role": "assistant", "content": rows[0].text})
+        note(report(rows, [ids], engine.compile_s, args.device))
+
+
+def main(argv=None) -> int:
+    try:
+        args = options(argv)
+        if not Path(args.target).exists() and args.target == DEFAULT_TARGET:
+            raise ValueError(f"{DEFAULT_TARGET} is missing: make it with  python convert_weights.py smollm2")
+        config = read_config(args.target)
+        tokens, template = tokenizers.load(args.target), config.get("chat_template")
+        if (args.chat or args.interactive) and not template:
+            raise ValueError(f"{args.target} has no chat template: use --raw")
+        args.chat = bool(template) if args.chat is None else args.chat
+        target = load_model(args.target, args.device, getattr(torch, args.dtype) if args.dtype else None)
+        return (run_chat if args.interactive else run_prompts)(args, target, tokens, template)
+    except ValueError as error:
+        note(f"generate.py: {error}")
+        return 2
+    except torch._inductor.exc.InvalidCxxCompiler:
+        note("generate.py: torch.compile needs a C++ compiler: install g++, or use --no-compile")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
