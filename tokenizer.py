@@ -91,12 +91,18 @@ def load(folder) -> Tokenizer:
     kinds = {"tiktoken": load_tiktoken, "sentencepiece": load_sentencepiece}
     try:
         path = Path(folder) / spec["file"]
+        special = spec["special_tokens"]
+        hidden = frozenset(special.values()) - set(spec.get("shown", []))
         pieces, ordinary = kinds[spec["kind"]](path, spec)
-        special, shown = spec["special_tokens"], spec.get("shown", [])
-        return Tokenizer(ordinary, fill(pieces, special), special, frozenset(special.values()) - set(shown),
-                         spec["bos"], tuple(spec["eos"]), spec.get("bos_token") or "", spec.get("eos_token") or "",
-                         spec.get("normal_form"))
-    except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError) as error:
+        pieces, form = fill(pieces, special), spec.get("normal_form")
+        if len(pieces) > (most := config["model"].get("tokens") or config["model"]["vocab_size"]):
+            raise ValueError(f"{len(pieces)} tokens, but the model knows {most}")
+        if stray := {*spec["eos"], spec["bos"]} - {None, *range(len(pieces))}:
+            raise ValueError(f"bos or eos {sorted(stray)} is no token")
+        unicodedata.normalize(form or "NFC", "")        # an unknown form shows here, not at the first text
+        return Tokenizer(ordinary, pieces, special, hidden, spec["bos"], tuple(spec["eos"]),
+                         spec.get("bos_token") or "", spec.get("eos_token") or "", form)
+    except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{folder}: tokenizer missing or damaged ({reason}): convert the checkpoint again") from None
 
