@@ -509,7 +509,8 @@ def test_compare(hf, tmp_path):
     edit(tmp_path / "b", tokenizer=spec | {"special_tokens": special})
     assert "token 400" in tokenizer.compare(a, tokenizer.load(tmp_path / "b"))
     special = spec["special_tokens"] | {"<new>": 402}
-    edit(tmp_path / "b", tokenizer=spec | {"special_tokens": special})
+    model = read_config(tmp_path / "b")["model"] | {"tokens": 403}
+    edit(tmp_path / "b", tokenizer=spec | {"special_tokens": special}, model=model)
     assert "'<new>'" in tokenizer.compare(a, tokenizer.load(tmp_path / "b"))
 
 

@@ -99,7 +99,7 @@ def load(folder) -> Tokenizer:
             raise ValueError(f"{len(pieces)} tokens, but the model knows {most}")
         if stray := {*spec["eos"], spec["bos"]} - {None, *range(len(pieces))}:
             raise ValueError(f"bos or eos {sorted(stray)} is no token")
-        unicodedata.normalize(form or "NFC", "")        # an unknown form shows here, not at the first text
+        unicodedata.normalize(form or "NFC", "é")       # an unknown form shows here, not at the first text
         return Tokenizer(ordinary, pieces, special, hidden, spec["bos"], tuple(spec["eos"]),
                          spec.get("bos_token") or "", spec.get("eos_token") or "", form)
     except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, OverflowError) as error:
