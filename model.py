@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 CHUNK = 64      # tokens fed at once in prefill: the caches need that much room past the prompt
+ROPE_SCALING = {"linear": ["factor"],       # the kinds, and the numbers each needs
+                "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,29 @@ class Config:
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", self.tokens or self.vocab_size)
+        for f in fields(self):      # configs are edited by hand
+            check(f.name, getattr(self, f.name), f.type)
+        if (scaling := self.rope_scaling) is not None:
+            kind = scaling.get("kind")
+            if kind not in [*ROPE_SCALING]:         # a list: what JSON holds need not hash
+                raise ValueError(f"rope_scaling {kind!r} is not supported: {', '.join(ROPE_SCALING)} or none")
+            for name in ROPE_SCALING[kind]:
+                check(f"rope_scaling {name}", scaling.get(name), float)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: not a multiple")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd: RoPE rotates pairs")
-        if not 0 < self.tokens <= self.vocab_size:
+        if self.tokens > self.vocab_size:
             raise ValueError(f"tokens {self.tokens} must be in 1..vocab_size ({self.vocab_size})")
+
+
+def check(name: str, value, kind) -> None:
+    """ValueError unless value is of this kind (a whole number will do for a float), and positive if it is a number."""
+    number = kind in (int, float)
+    if not isinstance(value, int | float if kind is float else kind) or number and isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not {getattr(kind, '__name__', kind)}")
+    if number and not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive, not {value}")
 
 
 class KVCache(nn.Module):
@@ -94,8 +113,6 @@ def inverse_frequencies(config: Config) -> Tensor:
         return freq
     if scaling["kind"] == "linear":
         return freq / scaling["factor"]
-    if scaling["kind"] != "llama3":
-        raise ValueError(f"RoPE scaling {scaling['kind']!r} is not supported: linear, llama3 or none")
     # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # full turns within the old context
@@ -239,10 +256,11 @@ def read_config(folder) -> dict:
         if unknown := sorted(config["model"].keys() - known):
             raise ValueError(f"unknown model fields {unknown}")
         Config(**config["model"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} does not exist: convert_weights.py makes such a folder") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not one that convert_weights.py writes ({error}): convert the checkpoint again") from None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{path} is not one that convert_weights.py writes ({error})"
+        raise ValueError(f"{why}: convert the checkpoint again") from None
     return config
 
 

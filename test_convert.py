@@ -252,6 +252,39 @@ def test_refused_by_name(tmp_path, name):
         convert(tmp_path / "hf", tmp_path / "out")
 
 
+CONFIG_DAMAGE = [       # a field, what a hand wrote there
+    ("vocab_size", None), ("dim", ""), ("dim", 32.0), ("layers", None), ("layers", -1), ("layers", True), ("heads", [4]),
+    ("kv_heads", 0), ("head_dim", -8), ("ffn_dim", "48"), ("context", {}), ("tokens", -1), ("tokens", 65),
+    ("norm_eps", "1e-5"), ("norm_eps", float("nan")), ("rope_theta", []), ("rope_theta", float("inf")),
+    ("rope_theta", 0), ("rope_scaling", "linear"), ("rope_scaling", {}), ("rope_scaling", {"kind": ["linear"]}),
+    ("rope_scaling", {"kind": "yarn", "factor": 2.0}), ("rope_scaling", {"kind": "linear"}),
+    ("rope_scaling", {"kind": "linear", "factor": "2"}), ("rope_scaling", {"kind": "linear", "factor": 0}),
+    ("rope_scaling", {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ("tie_embeddings", 1), ("qk_norm", None)]
+
+
+@pytest.mark.parametrize("field, value", CONFIG_DAMAGE)
+def test_hand_edited_configs_are_one_clear_error(tmp_path, field, value):
+    """Kills: no check of types and ranges in Config (a TypeError later, or a model that computes nonsense)."""
+    good = dict(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, context=128)
+    edit(tmp_path, model=good)
+    assert read_config(tmp_path)["model"] == good
+    edit(tmp_path, model=good | {field: value})
+    with pytest.raises(ValueError, match=rf"config\.json .*{field}.*convert the checkpoint again") as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_that_are_none_are_one_clear_error(tmp_path):
+    """Kills: only FileNotFoundError caught (a file given as folder is NotADirectoryError)."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder/config.json").mkdir(parents=True)
+    for name in ("file", "folder", "nothing", "nul\0"):
+        with pytest.raises(ValueError, match="convert") as caught:
+            read_config(tmp_path / name)
+        assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
+
+
 def test_tied_weights_stay_one_tensor(tmp_path):
     """Tied and stored twice: dropped when equal, refused when not; a cast does not untie.
     Kills: lm_head dropped without comparing; --dtype ignored."""
