@@ -66,6 +66,7 @@ class ModelDraft:
     def __init__(self, model, cache, K: int, V: int):
         """`cache` is the model's own, as long as the target's; V is the number of the target's real tokens."""
         self.model, self.cache, self.nodes, self.V = model, cache, K, V
+        self.context = model.config.context             # past it, it guesses nothing
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.model.prefill(self.known(state.tokens), begin, state.pos, self.cache)
@@ -82,7 +83,7 @@ class ModelDraft:
             q.append(self.law(hidden[:, -1:], sampling))
             pos, fed = pos + fed.shape[1], draw(q[-1], race[:, i:i + 1])
             tokens.append(fed)
-        valid = (self.model.config.context - state.pos).clamp(0, self.nodes)    # past its context it guesses nothing
+        valid = (self.context - state.pos).clamp(0, self.nodes)
         return Draft(torch.cat(tokens, 1), torch.cat(q, 1), valid=valid)
 
     def law(self, hidden: Tensor, sampling) -> Tensor:

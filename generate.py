@@ -67,17 +67,17 @@ def generate(target, drafter, state: State, sampling, prompts: list[list[int]], 
     yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B
     # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at most one
     # round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
-    ahead, in_flight, K = int(state.tokens.is_cuda), deque(), drafter.nodes
-    newest, live = max(map(len, prompts)), state.live.any()
-    while live:
-        if newest >= getattr(drafter, "context", S):                                    # the draft model has no more positions
-            drafter = NoDraft()
-        state.span = min(S, slots(newest + (len(in_flight) + 2) * (K + 1)))
+    ahead, in_flight = int(state.tokens.is_cuda), deque()
+    lengths, going = state.pos.tolist(), state.live.tolist()
+    while any(going):
+        if min(n for n, live in zip(lengths, going) if live) >= getattr(drafter, "context", S):
+            drafter = NoDraft()                                                         # no row has positions it can guess at
+        state.span = min(S, slots(max(lengths) + (len(in_flight) + 2) * (drafter.nodes + 1)))
         out, n, new = step(target, drafter, state, sampling)
         in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (n, new, state.live, state.pos)], 1)))
         if len(in_flight) > ahead:
             rows = in_flight.popleft()().tolist()                                       # the one host sync of a round
-            newest, live = max(row[-1] for row in rows), any(row[-2] for row in rows)
+            lengths, going = [row[-1] for row in rows], [row[-2] for row in rows]
             yield [row[:row[-3]] for row in rows], [row[-4] for row in rows]
 
 
@@ -92,22 +92,26 @@ def to_host(tensor):
     return lambda: (done.synchronize(), copy)[1]
 
 
-def compile_round(target, drafter, state: State, sampling, length: int):
-    """The only place anything is compiled: one graph a round, drafting included.  -> (step, seconds it took).
-    Prefill stays eager: its chunks are large enough to be bound by arithmetic, and the first token need not wait."""
+def compile_round():
+    """speculate, compiled: the only place anything is, one graph a round with the drafting in it.  Prefill stays eager: its
+    chunks are bound by arithmetic, and the first token need not wait for a compiler."""
     # Inductor inlines small values into each of their uses, which doubles the work at every line of the integer hash in
     # sample.py: 87 s of compiling became 6 s with this, the kernels being fused again afterwards.
     torch._inductor.config.realize_opcount_threshold = 8
     torch._dynamo.config.recompile_limit = 64           # one graph per cache view and setting of `truncates`, not 8 in all
-    step = torch.compile(speculate, mode="max-autotune", fullgraph=True, dynamic=False)
+    return torch.compile(speculate, mode="max-autotune", fullgraph=True, dynamic=False)
+
+
+@torch.no_grad()
+def warm_up(step, target, drafter, state: State, sampling, length: int) -> float:
+    """Compile the round for texts of about `length` tokens -> seconds.  No row is live: it runs, and commits nothing."""
     start = time.perf_counter()
-    state.pos.fill_(1)                                  # no row is live: the round runs, and nothing is committed
+    state.pos.fill_(1)
     state.span = min(state.tokens.shape[1], slots(length + 2 * (drafter.nodes + 1)))
-    with torch.no_grad():
-        for _ in range(3 if state.tokens.is_cuda else 1):                               # a GPU also records its CUDA graph
-            step(target, drafter, state, sampling)[2].tolist()
+    for _ in range(3 if state.tokens.is_cuda else 1):                                   # a GPU also records its CUDA graph
+        step(target, drafter, state, sampling)[2].tolist()
     state.pos.fill_(-1)
-    return step, time.perf_counter() - start
+    return time.perf_counter() - start
 
 
 # ---- text and statistics, one object a row -----------------------------------------------------------------------------
@@ -310,7 +314,8 @@ class Engine:
         self.step, self.compile_s = speculate, 0.0
         if not args.no_compile:
             note("compiling the round: a minute or more the first time, some seconds once it is found on disk ...")
-            self.step, self.compile_s = compile_round(target, self.drafter, self.state, self.sampling, first)
+            self.step = compile_round()
+            self.compile_s = warm_up(self.step, target, self.drafter, self.state, self.sampling, first)
 
     def run(self, prompts: list[list[int]], budgets: list[int], show) -> list[Row]:
         """Generate until every row has ended or Ctrl-C; show(row number, text) gets the text as it comes."""

@@ -66,7 +66,7 @@ def truncate(p: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
     p, logits (B, T, V).  Ranked by logit, ties by index, since softmax can round two logits to one probability."""
     V = p.shape[-1]
     top_k, top_p, min_p = (getattr(sampling, name)[:, None, None] for name in ("top_k", "top_p", "min_p"))
-    order = logits.sort(-1, descending=True, stable=True).indices
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
     ranked = p.gather(-1, order)
     keep = torch.arange(V, device=p.device) < torch.where(top_k == 0, V, top_k)
     mass = (ranked * keep).cumsum(-1)

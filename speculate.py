@@ -49,7 +49,7 @@ class Tree(nn.Module):
 
 @dataclass
 class Draft:
-    tokens: Tensor                  # (B, N) guesses; siblings of a tree must be distinct tokens, or the law is biased
+    tokens: Tensor                  # (B, N) guesses; a tree's siblings should differ: of two equal ones the second is never reached
     q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen without chance
     tree: Tree | None = None        # None: a chain, guess i follows guess i - 1
     valid: Tensor | None = None     # (B,): only the first so many count; None: all

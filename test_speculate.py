@@ -1,0 +1,326 @@
+"""The method's own tests: the text is the target's, whatever is guessed.  Each names the planted bug it was seen to catch."""
+import math
+
+import pytest
+import torch
+
+import speculate as engine
+from conftest import DRAFTS, TARGET, V, config, decode, greedy_alone, make_drafter, prompts_for, random_model
+from model import KVCache
+from sample import Sampling
+from speculate import Draft, State, Tree, accept_matched, accept_sampled
+
+KINDS = ["ngram", *DRAFTS]
+
+
+# ---- greedy: token for token -------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def plain():
+    prompts = prompts_for(3)
+    texts, rounds = decode("none", 0, prompts, 40)
+    assert texts == [greedy_alone(prompt, 40) for prompt in prompts]
+    assert len({*texts[0], *texts[1], *texts[2]}) > 10, "the target's greedy text degenerated: nothing would be tested"
+    assert all(row == (1, 0) for step in rounds for row in step)
+    return prompts, texts
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_plain_and_recomputing(kind, K, plain):
+    """Killed: T = 1 in the draft's first step; mask `<` for `<=`; RoPE offset ignored in a tree; slots not advanced."""
+    prompts, texts = plain
+    assert decode(kind, K, prompts, 40)[0] == texts
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+def test_self_draft_keeps_everything(K):
+    """Case 3, and exact round counts.  Killed: feeding only the newest token (a hole after each full acceptance)."""
+    _, rounds = decode("self", K, prompts_for(3), 64)
+    assert len(rounds) == math.ceil(63 / (K + 1))
+    for i, step in enumerate(rounds):
+        left = 63 - i * (K + 1)
+        assert step == [(min(K + 1, left), min(K, left))] * 3
+
+
+def test_anti_draft_keeps_nothing():
+    """Case 4.  Killed: accepting when the draft's token equals its own argmax."""
+    prompts = prompts_for(2)
+    texts, rounds = decode("anti", 5, prompts, 40)
+    assert texts == decode("none", 0, prompts, 40)[0]
+    assert rounds == [[(1, 0)] * 2] * 39
+
+
+@pytest.mark.parametrize("max_new", [0, 1, 2, 4, 5, 6, 11])
+@pytest.mark.parametrize("kind", ["none", "self", "ngram", "near"])
+def test_exact_lengths(kind, max_new, plain):
+    """Case 2, and rows of different budgets.  Killed: the limit off by one; a finished row that goes on."""
+    prompts, texts = plain
+    assert decode(kind, 4, prompts, max_new)[0] == [text[:max_new] for text in texts]
+    budgets = [max_new, 7, 0]
+    assert decode(kind, 4, prompts, budgets)[0] == [text[:n] for text, n in zip(texts, budgets)]
+
+
+@pytest.mark.parametrize("kind", ["self", "ngram", "near"])
+def test_eos_inside_a_block(kind, plain):
+    """Case 1.  Killed: EOS looked for in the last new token only; the tail counted as kept."""
+    prompts, texts = plain
+    for at in range(12):
+        token = texts[0][at]
+        cut = [text[:text[:12].index(token) + 1] if token in text[:12] else text[:12] for text in texts]
+        got, rounds = decode(kind, 4, prompts, 12, eos=(token,))
+        assert got == cut
+        for row, text in enumerate(cut):
+            assert sum(step[row][0] for step in rounds) == max(len(text) - 1, 0)
+            assert all(kept <= new for step in rounds for new, kept in step)
+
+
+# ---- scripted drafters: every outcome of a round -----------------------------------------------------------------------
+
+class Scripted:
+    """Guesses the known text, wrong from guess script[row][round] on.  `one_hot` claims the guesses were drawn from q."""
+    taps = ()
+
+    def __init__(self, truth, prompts, script, K, one_hot):
+        self.nodes, self.one_hot, self.round = K, one_hot, 0
+        self.script = torch.tensor(script)                                                      # (B, rounds)
+        width = max(map(len, prompts)) + max(map(len, truth)) + K + 1
+        self.text = torch.tensor([(p + t + [0] * width)[:width] for p, t in zip(prompts, truth)])
+
+    def start(self, state, begin, hidden): pass
+
+    def guess(self, state, depth):
+        """Tokens at the given depths (N,) below the newest token, right up to the scripted depth."""
+        right = self.text.gather(1, state.pos[:, None] + depth)
+        return torch.where(depth <= self.script[:, self.round % self.script.shape[1], None], right, (right + 1) % V)
+
+    def propose(self, state, sampling):
+        tokens = self.guess(state, torch.arange(1, self.nodes + 1))
+        return Draft(tokens, torch.nn.functional.one_hot(tokens, V).float() if self.one_hot else None)
+
+    def observe(self, state, out, n, hidden, p):
+        self.round += 1
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_every_count_in_every_row(K, one_hot, plain):
+    """Killed: n summed without cumprod; the correction written one place late; rows sharing one n."""
+    prompts, texts = plain
+    script = [[(r + row + row * (r // (K + 1))) % (K + 1) for r in range(2 * K + 3)] for row in range(3)]
+    got, rounds = decode(None, K, prompts, 40, drafter=Scripted(texts, prompts, script, K, one_hot))
+    assert got == texts
+    for row in range(3):
+        seen = [step[row] for step in rounds]
+        for r, (new, kept) in enumerate(seen):
+            left = 39 - sum(n for n, _ in seen[:r])
+            want = script[row][r % len(script[row])]
+            assert (new, kept) == (min(want + 1, left), min(want, left))
+        assert {kept for _, kept in seen[:-1]} >= set(range(K + 1))
+
+
+class ScriptedTree(Scripted):
+    """Puts the right tokens on one path of the tree, down to the scripted depth, and distinct wrong ones elsewhere."""
+
+    def __init__(self, truth, prompts, script, parents, path):
+        super().__init__(truth, prompts, script, len(parents), False)
+        self.tree, self.on_path = Tree(parents), torch.tensor([i + 1 in path for i in range(len(parents))])
+        self.other = torch.tensor([1 + [j for j in range(len(parents)) if parents[j] == parents[i]].index(i)
+                                   for i in range(len(parents))])                               # siblings differ
+
+    def propose(self, state, sampling):
+        depth = self.tree.depth[1:]
+        right = self.text.gather(1, state.pos[:, None] + depth)
+        return Draft(torch.where(self.on_path, self.guess(state, depth), (right + 1 + self.other) % V), tree=self.tree)
+
+
+TREES = {"two levels": ([0, 0, 1, 1, 2], [(1, 3), (1, 4), (2, 5)]), "a chain": ([0, 1, 2], [(1, 2, 3)]),
+         "wide": ([0] * 6, [(3,), (6,)]), "deep last branch": ([0, 0, 0, 3, 4, 5, 4], [(3, 4, 5, 6), (3, 4, 7), (2,)])}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_path_of_a_tree(name, plain):
+    """Killed: slots not compacted; hidden rows not gathered; siblings seeing each other; depth taken for the slot."""
+    prompts, texts = plain
+    parents, paths = TREES[name]
+    for path in paths:
+        script = [[(r + row) % (len(path) + 1) for r in range(len(path) + 1)] for row in range(3)]
+        got, rounds = decode(None, 0, prompts, 40, drafter=ScriptedTree(texts, prompts, script, parents, path))
+        assert got == texts
+        for row in range(3):
+            assert [kept for _, kept in (step[row] for step in rounds[:-1])][:len(path) + 1] == script[row]
+
+
+def test_taps_follow_the_path(plain):
+    """After a tree the hidden rows are those of a chain over the kept tokens.  Killed: hidden gathered along slots 0..K."""
+    prompts, texts = plain
+    parents, path = TREES["two levels"][0], (2, 5)
+    drafter = ScriptedTree(texts, prompts, [[2]] * 3, parents, path)
+    drafter.taps, seen = (0, 1), []
+    drafter.observe = lambda state, out, n, hidden, p: seen.append((state.pos - n - 1, n, hidden))
+    decode(None, 0, prompts, 10, drafter=drafter)
+    cache = KVCache(TARGET.config, 1, 64)
+    for row in range(3):
+        ids = torch.tensor([prompts[row] + texts[row][:9]])
+        _, chain = TARGET(ids, torch.zeros(1, dtype=torch.int64), cache, 64, taps=(0, 1))
+        pos, n, hidden = (x[row] for x in seen[0])
+        assert n == 2
+        torch.testing.assert_close(hidden[:3], chain[0, pos:pos + 3], atol=1e-5, rtol=1e-5)
+
+
+def test_tree_refuses_a_node_under_a_later_one():
+    with pytest.raises(ValueError, match="earlier"):
+        Tree([0, 3, 1])
+
+
+# ---- corner cases of acceptance ----------------------------------------------------------------------------------------
+
+def accept_many(tokens, q, p, rows=4000):
+    seed = torch.arange(rows)
+    big = lambda x: x.expand(rows, *x.shape)
+    return accept_sampled(big(tokens), big(q), big(p), seed, torch.zeros_like(seed))
+
+
+def test_equal_disjoint_and_one_hot():
+    """Case 7.  Killed: u <= p/q (NaN at 0/0); no fallback for an empty residual; u rounded up to 1."""
+    p = torch.tensor([[0.25, 0.75, 0.0, 0.0]] * 3)
+    n, out = accept_many(torch.tensor([1, 0]), p[:2], p)
+    assert (n == 2).all() and (out[:, :2] == torch.tensor([1, 0])).all() and (out[:, 2] < 2).all()
+    q = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 2)
+    n, out = accept_many(torch.tensor([3, 2]), q, p)
+    assert (n == 0).all() and (out[:, 0] < 2).all() and abs((out[:, 0] == 1).float().mean() - 0.75) < 0.03
+    one = torch.eye(4)
+    n, out = accept_many(torch.tensor([2, 2]), one[[2, 2]], one[[2, 2, 1]])
+    assert (n == 2).all() and (out == torch.tensor([2, 2, 1])).all()
+    n, out = accept_many(torch.tensor([2, 2]), one[[2, 2]], one[[3, 2, 1]])
+    assert (n == 0).all() and (out[:, 0] == 3).all()
+
+
+def test_impossible_token_is_never_emitted(monkeypatch):
+    """Case 6, in bfloat16, also with u forced to 0.  Killed: `<=` for `<`; residual taken from the untruncated p."""
+    rows = 20_000
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -1.0]).bfloat16()
+    p = engine.probs(logits.expand(rows, 2, 6), Sampling(rows, temperature=1.0, top_k=2))
+    q = torch.full((6,), 0.01)
+    q[4] = 0.95
+    seed = torch.arange(rows)
+    for zero in (False, True):
+        if zero:
+            monkeypatch.setattr(engine, "uniform", lambda seed, role, pos: torch.zeros_like(pos + seed).float())
+        n, out = accept_sampled(torch.full((rows, 1), 4), q.expand(rows, 1, 6), p, seed, torch.zeros_like(seed))
+        assert (n == 0).all() and (out[:, 0] < 2).all()
+
+
+def test_valid_limits_each_row():
+    """Rows may draft fewer than K.  Killed: the first guess past `valid` treated as a rejection (residual p - q)."""
+    p = torch.tensor([[0.5, 0.3, 0.2]] * 4)
+    seed = torch.arange(30_000)
+    valid = seed % 4
+    q = torch.tensor([0.5, 0.3, 0.2])
+    n, out = accept_sampled(torch.zeros(30_000, 3, dtype=torch.int64), q.expand(30_000, 3, 3), p.expand(30_000, 4, 3),
+                            seed, torch.zeros_like(seed), valid)
+    assert (n == valid).all()                                   # p = q: everything valid is kept, then a draw from p
+    last = out.gather(1, n[:, None]).squeeze(1)
+    for v in range(4):
+        law = torch.bincount(last[valid == v], minlength=3) / (valid == v).sum()
+        assert (law - p[0]).abs().max() < 0.03
+    matched = accept_matched(out[:, :3], None, p.expand(30_000, 4, 3), seed, torch.zeros_like(seed), valid)[0]
+    assert (matched <= valid).all() and (matched < valid).any() and (matched == valid).any()
+
+
+# ---- state that outlives a prompt, odd shapes --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["ngram", "self", "near"])
+def test_prompts_one_after_another_in_one_state(kind):
+    """Cases 8 and 17: longer, then shorter, then one token, then a chunk of prefill and one more.  Killed: the common prefix
+    taken from stale tokens; the last token's hidden row of another chunk."""
+    B, S = 2, 256
+    state = State(KVCache(TARGET.config, B, S), B, S)
+    drafter = make_drafter(kind, 3, B, S)
+    text = torch.randint(0, V, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+    for lengths in ((5, 9), (30, 12), (4, 30), (1, 1), (64, 65), (130, 3), (63, 128)):
+        prompts = [text[:n] for n in lengths]
+        got, _ = decode(kind, 3, prompts, 12, state=state, drafter=drafter)
+        assert got == [greedy_alone(prompt, 12) for prompt in prompts]
+
+
+def test_a_conversation_is_fed_once(monkeypatch):
+    """What the cache holds of a longer prompt is not fed again.  Killed: prefill always from 0."""
+    S, fed = 256, []
+    state = State(KVCache(TARGET.config, 1, S), 1, S)
+    drafter = make_drafter("near", 3, 1, S)
+    prompt = prompts_for(1)[0]
+    text, _ = decode(None, 3, [prompt], 20, state=state, drafter=drafter)
+    prefill = type(TARGET).prefill
+    monkeypatch.setattr(type(TARGET), "prefill", lambda self, tokens, begin, end, *a: (
+        fed.append(int(end - begin)), prefill(self, tokens, begin, end, *a))[1])
+    longer = prompt + text[0] + [1, 2, 3]
+    assert decode(None, 3, [longer], 20, state=state, drafter=drafter)[0] == [greedy_alone(longer, 20)]
+    assert fed == [5, 5]                                        # the newest two tokens and the three that follow them
+
+
+def test_k_beyond_the_context():
+    """Case 13.  Killed: head-room of K + 1 slots instead of 2 (K + 1)."""
+    c = config(context=24)
+    target = random_model(0, c)
+    prompt = prompts_for(1)[0]
+    for K in (1, 5, 16):
+        got, _ = decode("self" if K > 1 else target, K, [prompt], 24 - len(prompt), target=target, S=24 + 2 * (K + 1) + 64)
+        assert got == [greedy_alone(prompt, 24 - len(prompt), target)]
+
+
+def test_prompt_and_new_tokens_beyond_the_context_are_refused():
+    with pytest.raises(ValueError, match="500 prompt .* 20 new .* 512"):
+        decode("none", 0, [[1] * 500], 20, S=1024)
+
+
+def test_draft_with_a_shorter_context_goes_plain_past_it():
+    """Killed: no `valid` from the draft; the plain step not taken."""
+    draft = random_model(0, config(context=20))
+    prompts = prompts_for(2)
+    texts, rounds = decode(draft, 3, prompts, 40)
+    assert texts == [greedy_alone(prompt, 40) for prompt in prompts]
+    assert rounds[0] == [(4, 3)] * 2 and rounds[-1][1] == (1, 0)      # row 1 ends last: it went plain first
+
+
+@pytest.mark.parametrize("rows", [V - 8, V, V + 8])
+def test_padding_rows_of_the_draft(rows):
+    """Case 16: the target has V rows of which V - 8 are tokens.  Killed: q as wide as the draft's head; no mask on p."""
+    real = V - 8
+    target = random_model(0, config(tokens=real))
+    draft = random_model(3, config(vocab=rows, tokens=real))
+    prompts = prompts_for(3, vocab=real)
+    for temperature in (0.0, 1.5):
+        texts, _ = decode(draft, 3, prompts, 40, target=target, temperature=temperature)
+        assert max(max(text) for text in texts) < real
+        if temperature == 0:
+            assert texts == decode("none", 0, prompts, 40, target=target)[0]
+    smaller = random_model(3, config(vocab=rows - 4, tokens=real - 4))      # and a draft that lacks some real tokens
+    assert decode(smaller, 3, prompts, 40, target=target)[0] == decode("none", 0, prompts, 40, target=target)[0]
+
+
+# ---- noise: a seed is a text -------------------------------------------------------------------------------------------
+
+def test_same_seed_same_text_alone_and_in_a_batch():
+    """Case 14.  Killed: noise keyed by the row's index; noise keyed by the round; torch.rand anywhere."""
+    prompts = prompts_for(3)
+    before = torch.get_rng_state()
+    for kind in ("none", "ngram", "near"):
+        together, _ = decode(kind, 3, prompts, 30, temperature=1.0, seed=[7, 8, 9])
+        assert together == decode(kind, 3, prompts, 30, temperature=1.0, seed=[7, 8, 9])[0]
+        for row in range(3):
+            assert decode(kind, 3, [prompts[row]], 30, temperature=1.0, seed=7 + row)[0] == [together[row]]
+        assert decode(kind, 3, prompts[:1] * 2, 30, temperature=1.0, seed=7)[0][0] == together[0]
+        assert len({*map(tuple, decode(kind, 3, prompts[:1] * 3, 30, temperature=1.0, seed=7)[0])}) == 3
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_greedy_sampled_and_mixed_rows_in_one_batch():
+    """Killed: temperature read from row 0; truncation applied to every row."""
+    prompts = prompts_for(3)
+    settings = dict(temperature=[0.0, 1.0, 0.8], top_k=[0, 0, 3], top_p=[1.0, 1.0, 0.9], seed=[1, 2, 3])
+    for kind in ("ngram", "near"):
+        together, _ = decode(kind, 3, prompts, 30, **settings)
+        for row in range(3):
+            alone, _ = decode(kind, 3, [prompts[row]], 30, **{name: [values[row]] for name, values in settings.items()})
+            assert alone == [together[row]]
