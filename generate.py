@@ -204,8 +204,13 @@ def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) 
 
 # ---- the command line --------------------------------------------------------------------------------------------------
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"{message}: see --help")      # one line, as every other refusal
+
+
 def options(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Speculative decoding: what the target alone would write, sooner.")
+    parser = Parser(description="Speculative decoding: what the target alone would write, sooner.")
     add = parser.add_argument
     add("--target", metavar="DIR", default=DEFAULT_TARGET, help="folder made by convert_weights.py (default: %(default)s)")
     add("--draft", metavar="none|ngram|DIR", default="ngram", help="who guesses: nobody, prompt lookup, or a smaller model")
