@@ -51,7 +51,8 @@ def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max
     p = probs(target.head(hidden), sampling)                                            # then a round without guesses
     n, out, _ = accept_matched(state.tokens[:, :0], None, p, sampling.seed, state.pos)
     _, new = commit(state, out, n)
-    drafter.start(state, start, tapped)
+    if any(max_new):                                    # else a prompt of one token leaves nothing to feed
+        drafter.start(state, start, tapped)
     return [ids[:k] for ids, k in zip(out.tolist(), new.tolist())]
 
 
