@@ -175,13 +175,16 @@ class Row:
         part, self.shown = self.text[self.shown:upto], max(self.shown, upto)
         return part
 
+    def after_first(self) -> int:
+        return max(0, len(self.ids) - 1)        # a stop text can take back the first token too
+
     def stats(self) -> dict:
-        written, seconds = len(self.ids), self.last - self.first
-        return {"new_tokens": written, "rounds": self.rounds,
-                "tokens_per_round": round((written - 1) / self.rounds, 3) if self.rounds else None,
+        written, seconds = self.after_first(), self.last - self.first
+        return {"new_tokens": len(self.ids), "rounds": self.rounds,
+                "tokens_per_round": round(written / self.rounds, 3) if self.rounds else None,
                 "accepted_per_position": [round(k / t, 3) if t else None for k, t in zip(self.kept, self.tried)],
                 "ttft_s": round(self.first - self.start, 4),
-                "tokens_per_s": round((written - 1) / seconds, 2) if seconds > 0 else None}
+                "tokens_per_s": round(written / seconds, 2) if seconds > 0 else None}
 
 
 def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) -> str:
@@ -191,7 +194,7 @@ def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) 
         total.ids, total.rounds = total.ids + row.ids, total.rounds + row.rounds
         total.tried, total.kept = ([a + b for a, b in zip(x, y)] for x, y in
                                    ((total.tried, row.tried), (total.kept, row.kept)))
-    after_first, seconds = len(total.ids) - len(rows), max(r.last for r in rows) - min(r.first for r in rows)
+    after_first, seconds = sum(r.after_first() for r in rows), max(r.last for r in rows) - min(r.first for r in rows)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else \
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = [f"{sum(map(len, prompts))} prompt tokens, first token after {max(r.first - r.start for r in rows):.2f} s",
