@@ -338,7 +338,8 @@ class Engine:
                 if all(row.finish for row in rows):
                     break
         except KeyboardInterrupt:
-            pass
+            if not any(row.ids for row in rows):
+                self.state.pos.fill_(-1)        # perhaps not all of the prompt was fed: the next turn starts from nothing
         for i, row in enumerate(rows):
             if not row.finish:
                 show(i, row.end("interrupted"))
