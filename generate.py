@@ -252,7 +252,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     try:
         args.device = torch.device(args.device)
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).tolist()         # meta holds no values
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"--device {args.device} is not available here: use cpu" +
                          (" or cuda" if torch.cuda.is_available() else "")) from None
