@@ -413,7 +413,11 @@ def main(argv=None) -> int:
     except ValueError as error:
         note(f"generate.py: {error}")
         return 2
-    except torch._inductor.exc.InvalidCxxCompiler:
+    except KeyboardInterrupt:               # while loading or compiling: there is no text to keep
+        return 130
+    except RuntimeError as error:
+        if "No working C++ compiler" not in str(error):
+            raise
         note("generate.py: torch.compile needs a C++ compiler: install g++, or use --no-compile")
         return 2
 
