@@ -264,7 +264,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     args.prompt = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
     if args.prompt_file:
         try:
-            args.prompt += Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+            args.prompt += Path(args.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from None
     need(args.prompt, 'nothing to do: give --prompt "TEXT", --prompt-file FILE or --interactive')
