@@ -411,7 +411,7 @@ def main(argv=None) -> int:
         target = load_model(args.target, args.device, getattr(torch, args.dtype) if args.dtype else None)
         return (run_chat if args.interactive else run_prompts)(args, target, tokens, template)
     except ValueError as error:
-        note(f"generate.py: {error}")
+        note("generate.py: " + " ".join(str(error).splitlines()))
         return 2
     except KeyboardInterrupt:               # while loading or compiling: there is no text to keep
         return 130
