@@ -406,7 +406,7 @@ def main(argv=None) -> int:
         config = read_config(args.target)
         tokens, template = tokenizers.load(args.target), config.get("chat_template")
         if (args.chat or args.interactive) and not template:
-            raise ValueError(f"{args.target} has no chat template: use --raw")
+            raise ValueError(f"{args.target} has no chat template: " + ("use --prompt" if args.interactive else "use --raw"))
         args.chat = bool(template) if args.chat is None else args.chat
         target = load_model(args.target, args.device, getattr(torch, args.dtype) if args.dtype else None)
         return (run_chat if args.interactive else run_prompts)(args, target, tokens, template)
