@@ -167,8 +167,7 @@ class Row:
         return at is not None
 
     def end(self, why: str) -> str:
-        self.finish = self.finish or why
-        self.text += self.stream.end() if self.finish != "stop" else ""
+        self.finish, self.text = why, self.text + self.stream.end()
         return self.show(len(self.text))
 
     def show(self, upto: int) -> str:
@@ -382,14 +381,14 @@ def run_chat(args, target, tokens, template) -> int:
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
-        ids = encode(args, tokens, template, messages)
-        if len(ids) >= context and len(messages) > 1:
-            note(f"the conversation has {len(ids)} tokens and fills the context of {context}: it starts anew with this message")
-            messages = messages[-1:]
-            ids = encode(args, tokens, template, messages)
         try:
+            ids = encode(args, tokens, template, messages)
+            if len(ids) >= context and len(messages) > 1:
+                note(f"the conversation has {len(ids)} tokens and fills the context of {context}: it starts anew here")
+                messages = messages[-1:]
+                ids = encode(args, tokens, template, messages)
             rows = engine.run([ids], [room(ids, args.max_new_tokens, context, "the conversation")], write)
-        except ValueError as error:                                     # one message longer than the context
+        except ValueError as error:             # longer than the context, or no text, or refused by the template
             messages.pop()
             note(str(error))
             continue
