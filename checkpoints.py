@@ -1,0 +1,95 @@
+"""Tiny random checkpoints and tokenizers, as Hugging Face stores them, that the tests convert.
+
+Every bias and norm is random too: at their initial 0 and 1 nothing dropped would show.
+"""
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Reference
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import convert_tokenizer as ct
+import tokenizer
+from model import KVCache, load_model
+
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+ALL = [c for c in map(chr, range(0x30000)) if unicodedata.category(c) not in ("Cs", "Cn")]
+NASTY = [*tokenizer.CORPUS, "", " ", "\n", " \n \n", "\t\t", "x" * 300, " " * 300 + "x",
+         "".join(ALL[::37]), " ".join(ALL[5::61])]
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+SPLITS = {"gpt2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+          "digits": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+          "llama3": [pre_tokenizers.Split(Regex(ct.LLAMA3), "isolated"), BYTES],
+          "qwen2": [pre_tokenizers.Split(Regex(ct.QWEN2), "isolated"), BYTES]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For every file that imports it.  On matrices this small two threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def checkpoint(folder: Path, family="llama", **changes):
+    """A random tiny Hugging Face folder -> its transformers model, float32."""
+    torch.manual_seed(0)
+    base = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, head_dim=8)
+    config, model = FAMILIES[family]
+    model = model(config(**base | changes)).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(float("norm" in name and "weight" in name), 0.25)
+    model.save_pretrained(folder)
+    return model
+
+
+def reference_tokenizer(folder: Path, splits, normalizer=None, bos=None, **bpe):
+    """Train a small byte-level BPE, save it as a Hugging Face folder's tokenizer.json -> the tokenizers.Tokenizer."""
+    tok = Reference(models.BPE(**bpe))
+    tok.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    if normalizer:
+        tok.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, special_tokens=["<|endoftext|>", "<|im_end|>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tok.train_from_iterator(NASTY * 2 + ["the theme of them is there"] * 9, trainer)
+    tok.add_special_tokens([AddedToken("<s>", special=True)])
+    tok.add_tokens([AddedToken("<think>", special=False)])
+    if bos:
+        tok.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tok.token_to_id(bos))])
+    tok.save(str(folder / "tokenizer.json"))
+    return tok
+
+
+def hf_folder(folder: Path) -> Path:
+    """Tiny Llama weights (512 rows) and a GPT-2 style tokenizer of 402 tokens."""
+    checkpoint(folder, vocab_size=512)
+    reference_tokenizer(folder, SPLITS["gpt2"], bos="<s>")
+    edit(folder, "tokenizer_config.json", bos_token="<s>", eos_token={"content": "<|endoftext|>"})
+    return folder
+
+
+def edit(folder: Path, file="config.json", drop=(), **changes):
+    path = folder / file
+    raw = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({k: v for k, v in raw.items() if k not in drop} | changes))
+
+
+def damage(path: Path, keep: float):
+    path.write_bytes(path.read_bytes()[:int(path.stat().st_size * keep)])
+
+
+@torch.no_grad()
+def logits(model, tokens):
+    model, (B, T) = load_model(model) if isinstance(model, Path) else model, tokens.shape
+    hidden, _ = model(tokens, torch.zeros(B, dtype=torch.long), KVCache(model.config, B, T), span=T)
+    return model.head(hidden)
