@@ -380,20 +380,18 @@ def run_chat(args, target, tokens, template) -> int:
             return 0
         if not text.strip():
             continue
-        messages.append({"role": "user", "content": text})
+        said = messages + [{"role": "user", "content": text}]
         try:
-            ids = encode(args, tokens, template, messages)
-            if len(ids) >= context and len(messages) > 1:
+            ids, alone = (encode(args, tokens, template, turns) for turns in (said, said[-1:]))
+            if len(alone) < context <= len(ids):
                 note(f"the conversation has {len(ids)} tokens and fills the context of {context}: it starts anew here")
-                messages = messages[-1:]
-                ids = encode(args, tokens, template, messages)
+                said, ids = said[-1:], alone
             rows = engine.run([ids], [room(ids, args.max_new_tokens, context, "the conversation")], write)
         except ValueError as error:             # longer than the context, or no text, or refused by the template
-            messages.pop()
             note(str(error))
             continue
         print()
-        messages.append({"role": "assistant", "content": rows[0].text})
+        messages = said + [{"role": "assistant", "content": rows[0].text}]
         note(report(rows, [ids], engine.compile_s, args.device))
 
 
