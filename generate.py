@@ -188,20 +188,17 @@ class Row:
 
 def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) -> str:
     """The statistics line.  tokens/s is after the first token; rounds are summed over the rows."""
-    total = Row(rows[0].tokenizer, 0, len(rows[0].tried))
-    for row in rows:
-        total.ids, total.rounds = total.ids + row.ids, total.rounds + row.rounds
-        total.tried, total.kept = ([a + b for a, b in zip(x, y)] for x, y in
-                                   ((total.tried, row.tried), (total.kept, row.kept)))
-    after_first, seconds = sum(r.after_first() for r in rows), max(r.last for r in rows) - min(r.first for r in rows)
+    tokens, after_first, rounds = map(sum, zip(*((len(r.ids), r.after_first(), r.rounds) for r in rows)))
+    tried, kept = ([sum(x) for x in zip(*lists)] for lists in ([r.tried for r in rows], [r.kept for r in rows]))
+    seconds = max(r.last for r in rows) - min(r.first for r in rows)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else \
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = [f"{sum(map(len, prompts))} prompt tokens, first token after {max(r.first - r.start for r in rows):.2f} s",
-             f"{len(total.ids)} new tokens" + (f", {after_first / seconds:.1f} tokens/s" if seconds > 0 else "")]
-    if total.rounds:
-        parts.append(f"{total.rounds} rounds of {after_first / total.rounds:.2f} tokens")
-    if any(total.tried):
-        parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(total.kept, total.tried)))
+             f"{tokens} new tokens" + (f", {after_first / seconds:.1f} tokens/s" if seconds > 0 else "")]
+    if rounds:
+        parts.append(f"{rounds} rounds of {after_first / rounds:.2f} tokens")
+    if any(tried):
+        parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(kept, tried)))
     return "; ".join(parts + [f"compiled in {compile_s:.1f} s" if compile_s else "eager", f"peak {peak / 1e9:.2f} GB"])
 
 
@@ -281,12 +278,10 @@ def load_drafter(args, target, tokens, S: int):
     folder = Path(args.draft)
     if not folder.is_dir():
         raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py")
-    if folder.resolve() == Path(args.target).resolve():
-        model = target
-    else:
-        if difference := tokenizers.compare(tokens, tokenizers.load(folder)):
-            raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
-        model = load_model(folder, args.device, target.embed.weight.dtype)
+    same = folder.resolve() == Path(args.target).resolve()
+    if not same and (difference := tokenizers.compare(tokens, tokenizers.load(folder))):
+        raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
+    model = target if same else load_model(folder, args.device, target.embed.weight.dtype)
     cache = KVCache(model.config, max(1, len(args.prompt)), S, args.device, target.embed.weight.dtype)
     return ModelDraft(model, cache, args.k, target.config.tokens)
 
@@ -361,10 +356,8 @@ def run_prompts(args, target, tokens, template) -> int:
         if args.json:
             stats = row.stats() | {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "seed": args.seed + i}
             print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish, "stats": stats}))
-        elif not alone:
-            print(f"=== {i + 1}: {prompt}\n{row.text}")
-    if alone:
-        print()
+        else:
+            print("" if alone else f"=== {i + 1}: {prompt}\n{row.text}")
     note(report(rows, prompts, engine.compile_s, args.device))
     return 130 if any(row.finish == "interrupted" for row in rows) else 0
 
