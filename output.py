@@ -1,0 +1,92 @@
+"""What a row has written: its text as it may be shown, why it ended, and its statistics."""
+import resource
+import time
+
+import torch
+
+from tokenizer import Stream
+
+
+class Row:
+    """What one row has written: ids, the text they decode to, why it ended, and how its rounds went."""
+
+    def __init__(self, tokenizer, budget: int, K: int, stops=()):
+        self.tokenizer, self.budget, self.stops = tokenizer, budget, stops
+        self.stream, self.ids, self.text, self.lengths, self.shown = Stream(tokenizer), [], "", [], 0
+        self.finish = None if budget else "length"
+        self.rounds, self.tried, self.kept = 0, [0] * K, [0] * K
+        self.start = self.first = self.last = time.perf_counter()
+
+    def push(self, new: list[int], kept: int) -> str:
+        """Take a round's new ids, `kept` of them guesses -> the text that can be shown by now."""
+        if self.finish or not new:
+            return ""
+        self.last = time.perf_counter()
+        if self.ids:
+            self.count(new, kept)
+        else:
+            self.first = self.last                          # the first token comes from prefill, not from a round
+        for id in new:
+            self.ids.append(id)
+            self.text += self.stream.push([id])
+            self.lengths.append(len(self.text))
+            if self.stopped():
+                return self.show(len(self.text))
+        if self.ids[-1] in self.tokenizer.eos:
+            return self.end("eos")
+        if len(self.ids) == self.budget:
+            return self.end("length")
+        # what may be the beginning of a stop text waits for the rest of it
+        held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        return self.show(len(self.text) - held)
+
+    def count(self, new: list[int], kept: int):
+        """Guesses past the row's end could not have been kept: they were not tried."""
+        room = len(new) if new[-1] in self.tokenizer.eos else self.budget - len(self.ids)
+        self.rounds += 1
+        for i in range(min(len(self.tried), room)):
+            self.tried[i] += 1
+            self.kept[i] += i < kept
+
+    def stopped(self) -> bool:
+        """Cut text and ids at the first stop text: the ids kept are the fewest whose text covers what is left."""
+        at = min((i for stop in self.stops if (i := self.text.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.text, self.finish = self.text[:at], "stop"
+            self.ids = self.ids[:next((i for i, n in enumerate(self.lengths, 1) if n >= at), 0) if at else 0]
+        return at is not None
+
+    def end(self, why: str) -> str:
+        self.finish, self.text = why, self.text + self.stream.end()
+        return self.show(len(self.text))
+
+    def show(self, upto: int) -> str:
+        part, self.shown = self.text[self.shown:upto], max(self.shown, upto)
+        return part
+
+    def after_first(self) -> int:
+        return max(0, len(self.ids) - 1)        # a stop text can take back the first token too
+
+    def stats(self) -> dict:
+        written, seconds = self.after_first(), self.last - self.first
+        return {"new_tokens": len(self.ids), "rounds": self.rounds,
+                "tokens_per_round": round(written / self.rounds, 3) if self.rounds else None,
+                "accepted_per_position": [round(k / t, 3) if t else None for k, t in zip(self.kept, self.tried)],
+                "ttft_s": round(self.first - self.start, 4),
+                "tokens_per_s": round(written / seconds, 2) if seconds > 0 else None}
+
+
+def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) -> str:
+    """The statistics line.  tokens/s is after the first token; rounds are summed over the rows."""
+    tokens, after_first, rounds = map(sum, zip(*((len(r.ids), r.after_first(), r.rounds) for r in rows)))
+    tried, kept = ([sum(x) for x in zip(*lists)] for lists in ([r.tried for r in rows], [r.kept for r in rows]))
+    seconds = max(r.last for r in rows) - min(r.first for r in rows)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else \
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    parts = [f"{sum(map(len, prompts))} prompt tokens, first token after {max(r.first - r.start for r in rows):.2f} s",
+             f"{tokens} new tokens" + (f", {after_first / seconds:.1f} tokens/s" if seconds > 0 else "")]
+    if rounds:
+        parts.append(f"{rounds} rounds of {after_first / rounds:.2f} tokens")
+    if any(tried):
+        parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(kept, tried)))
+    return "; ".join(parts + [f"compiled in {compile_s:.1f} s" if compile_s else "eager", f"peak {peak / 1e9:.2f} GB"])
