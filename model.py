@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+FEW_ROWS = 12   # rows up to which linear() sums them one by one on the CPU
 CHUNK = 64      # tokens fed at once in prefill: the caches need that much room past the prompt
 ROPE_SCALING = {"linear": ["factor"],       # the kinds, and the numbers each needs
                 "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
@@ -126,6 +127,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (B, T, in) -> (B, T, out).  Compiled for a CPU, a few rows are summed row by row instead of multiplied as a matrix:
+    Inductor fuses these sums into one pass over the weights at the speed of memory, where MKL takes twice as long for two
+    rows as for one.  bfloat16 weights are read as such and multiplied in float32."""
+    rows = x[..., 0].numel()
+    if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
+        return F.linear(x, weight, bias)
+    flat = materialized(x.reshape(rows, -1).float())
+    y = torch.stack([(weight * flat[i]).sum(-1) for i in range(rows)])
+    y = materialized(y if bias is None else y + bias).to(weight.dtype)
+    return y.view(*x.shape[:-1], -1)
+
+
+def materialized(x: Tensor) -> Tensor:
+    """x, written to memory.  Without it Inductor would recompute what x comes from for each output that reads it."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -145,16 +169,16 @@ class Block(nn.Module):
         super().__init__()
         self.c = c
         self.attn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.q = nn.Linear(c.dim, c.heads * c.head_dim, bias=c.qkv_bias)
-        self.k = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.o = nn.Linear(c.heads * c.head_dim, c.dim, bias=c.o_bias)
+        self.q = Linear(c.dim, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k = Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v = Linear(c.dim, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o = Linear(c.heads * c.head_dim, c.dim, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.gate = nn.Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
-        self.up = nn.Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
-        self.down = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.gate = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
+        self.up = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
+        self.down = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     @torch.compiler.nested_compile_region       # traced and lowered once for all layers: 44 s of compiling instead of 125 s
     def forward(self, x, cos, sin, mask, slots, k_cache, v_cache):
@@ -190,7 +214,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("freq", inverse_frequencies(config), persistent=False)     # stays float32, see load_model
 
     def forward(self, tokens, pos, cache: KVCache, span: int, depth=None, sees=None, taps=()):
@@ -230,7 +254,7 @@ class Transformer(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """hidden (..., dim) -> logits (..., V) over the real tokens: padding rows of the matrix can never be emitted."""
         weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden, weight)[..., :self.config.tokens]
+        return linear(hidden, weight)[..., :self.config.tokens]
 
 
 def build(config: Config, weights: dict[str, Tensor], device="cpu", dtype=torch.float32) -> Transformer:
