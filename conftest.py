@@ -8,7 +8,7 @@ from model import Config, KVCache, Transformer, build
 from sample import Sampling
 from speculate import State, speculate
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 V = 48
 
 

@@ -142,7 +142,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def materialized(x: Tensor) -> Tensor:
     """x, written to memory.  Without it Inductor would recompute what x comes from for each output that reads it."""
-    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+    x = x.contiguous()                      # as_strided reads the storage: a slice would give its neighbours' numbers
+    return x.as_strided(x.shape, x.stride())
 
 
 class Linear(nn.Linear):

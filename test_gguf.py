@@ -19,6 +19,8 @@ import tokenizer
 from checkpoints import NASTY, SPLITS, checkpoint, edit, logits, one_thread  # noqa: F401 (autouse)
 from model import read_config
 
+pytestmark = pytest.mark.xdist_group("smollm2")        # one process converts the model, the others would convert it again
+
 
 def write_gguf(path: Path, reference, arch="llama", pre="gpt-2", facts={}, extra={}):
     """A GGUF of a transformers Llama, rows of q and k interleaved one by one; its vocabulary: 256 bytes and a merge."""

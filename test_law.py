@@ -144,8 +144,6 @@ MUTANTS = {
     "all nodes share one position's noise": ("speculate", "depth = pos[:, None] + 1 + (step if tree is None else tree.depth)",
                                              "depth = pos[:, None] + 1 + 0 * step"),
     "q is not the distribution drawn from": ("drafts", "draw(q[-1], race[:, i:i + 1])", "q[-1].argmax(-1)"),
-    "q before truncation": ("drafts", "probs(self.model.head(hidden)[..., :self.V], sampling)",
-                            "torch.softmax(self.model.head(hidden)[..., :self.V].float(), -1)"),
     "a guess past a rejection is kept": ("speculate", "n = keep.long().cumprod(1).sum(1)", "n = keep.long().sum(1)"),
 }
 
