@@ -29,8 +29,8 @@ class NoDraft:
 
 
 class NgramDraft:
-    """Prompt lookup (Saxena 2023): what followed the most recent earlier occurrence of the last 3, else 2, else 1 tokens.
-    Nothing found proposes junk, which costs nothing but the chance: a chosen token x is kept with probability p(x)."""
+    """Prompt lookup (Saxena 2023): what followed the last earlier occurrence of the newest 3, else 2, else 1 tokens.
+    Nothing found proposes junk, which costs only the chance: a chosen token x is kept with probability p(x)."""
     taps = ()
 
     def __init__(self, K: int):
@@ -43,14 +43,14 @@ class NgramDraft:
         slot = torch.arange(tokens.shape[1], device=pos.device)
         # "a b c a b": the newest tokens are a b; slot 1 ends an earlier a b, so c a b c ... is proposed
         matched = torch.ones_like(tokens, dtype=torch.bool)
-        length = torch.zeros_like(tokens)                                       # of the match that ends in each slot: 0..3
+        length = torch.zeros_like(tokens)                                   # of the match that ends in each slot
         for back in range(3):
             newest = tokens.gather(1, (pos - back).clamp_min(0))                # (B, 1)
             behind = F.pad(tokens, (back, 0))[:, :tokens.shape[1]]              # the token `back` before each slot
             matched = matched & (behind == newest) & (slot >= back) & (pos >= back)
             length = length + matched
         score = torch.where((length > 0) & (slot < pos), length * tokens.shape[1] + slot, -1)
-        end = score.argmax(1, keepdim=True)                                     # the longest, of those the most recent
+        end = score.argmax(1, keepdim=True)                                 # the longest, of those the most recent
         # Past the newest token the text is taken to repeat with the same period.
         ahead = torch.arange(self.nodes, device=pos.device) % (pos - end).clamp_min(1)
         return Draft(tokens.gather(1, end + 1 + ahead))
@@ -59,8 +59,8 @@ class NgramDraft:
 
 
 class ModelDraft:
-    """An independent smaller model with the target's tokenizer: K tokens, one after the other, each drawn from the model's own
-    distribution q under the row's sampling settings."""
+    """An independent smaller model with the target's tokenizer: K tokens, one after the other, each drawn from the
+    model's own distribution q under the row's sampling settings."""
     taps = ()
 
     def __init__(self, model, cache, K: int, V: int):
@@ -75,9 +75,10 @@ class ModelDraft:
         steps = torch.arange(self.nodes, device=state.pos.device)
         at = state.pos[:, None] + 1 + steps                                     # the positions to guess (B, K)
         race = exponential(sampling.seed[:, None].expand_as(at), DRAFT, at, self.V)
-        # The newest token and, again, the one before it: after a full acceptance that one was never fed and would leave a
-        # hole in the cache; otherwise the same keys and values are written once more.
-        fed, pos, tokens, q = state.tokens.gather(1, state.pos[:, None] + steps.new_tensor([-1, 0])), state.pos - 1, [], []
+        # The newest token and, again, the one before it: after a full acceptance that one was never fed and would
+        # leave a hole in the cache; otherwise the same keys and values are written once more.
+        fed = state.tokens.gather(1, torch.stack((state.pos - 1, state.pos), 1))
+        pos, tokens, q = state.pos - 1, [], []
         for i in range(self.nodes):
             hidden, _ = self.model(self.known(fed), pos, self.cache, state.span)
             q.append(self.law(hidden[:, -1:], sampling))
@@ -92,7 +93,7 @@ class ModelDraft:
         return F.pad(q, (0, self.V - q.shape[-1]))
 
     def known(self, tokens: Tensor) -> Tensor:
-        """Ids beyond this model's embedding become its last one: it guesses badly after them, and nothing else happens."""
+        """Ids beyond this model's embedding become its last one: it guesses badly after them, no more."""
         return tokens.clamp_max(self.model.config.vocab_size - 1)
 
     def observe(self, state, out, n, hidden, p): pass

@@ -1,6 +1,7 @@
 """The network: a Llama-style decoder over a static KV cache.  It knows nothing of drafting.
 
-Letters, here and in every file: B rows, T tokens fed now, V vocabulary, S cache slots, H/G query/key heads, D head size.
+Letters, here and in every file: B rows, T tokens fed now, V vocabulary, S cache slots, H/G query/key heads,
+D head size.
 Weights are named and laid out as Hugging Face stores them (half-split RoPE), so converting a checkpoint is renaming.
 """
 import json
@@ -33,7 +34,7 @@ class Config:
     tokens: int = 0                     # ids below this are real tokens, the rest is padding; 0 = all of them
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None    # {"kind": "linear", "factor"} or {"kind": "llama3", "factor", ...}; None = plain
+    rope_scaling: dict | None = None    # {"kind": "linear", "factor"}, {"kind": "llama3", "factor", ...} or None
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -84,12 +85,12 @@ class KVCache(nn.Module):
         return getattr(self, f"k{i}"), getattr(self, f"v{i}")
 
     def compact(self, pos: Tensor, path: Tensor):
-        """Make a tree a chain: slot pos + path[:, j] moves to slot pos + j.  pos (B,), path (B, K+1), path[:, 0] = 0."""
+        """Make a tree a chain: slot pos + path[:, j] moves to slot pos + j.  pos (B,), path (B, K+1)."""
         rows = torch.arange(pos.shape[0], device=pos.device)[:, None]
         source = pos[:, None] + path                                            # (B, K+1)
         target = pos[:, None] + torch.arange(path.shape[1], device=pos.device)
         for buffer in self.buffers():
-            kept = buffer[rows, :, source]                      # (B, K+1, G, D), read in full before anything is written
+            kept = buffer[rows, :, source]      # (B, K+1, G, D), read in full before anything is written
             buffer[rows, :, target] = kept
 
 
@@ -106,7 +107,7 @@ def visible(pos: Tensor, T: int, span: int, sees: Tensor | None = None) -> Tenso
 
 
 def inverse_frequencies(config: Config) -> Tensor:
-    """RoPE's angle per position for each pair of a head (D/2,), float32, scaled for long contexts as the checkpoint asks."""
+    """RoPE's angle per position for each pair of a head (D/2,), float32, scaled as the checkpoint asks."""
     D = config.head_dim
     freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     scaling = config.rope_scaling
@@ -122,15 +123,15 @@ def inverse_frequencies(config: Config) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x (B, *, T, D) in the half-split layout: pair j is (x[j], x[j + D/2]).  cos, sin (B, 1, T, D/2) float32."""
+    """RoPE on x (B, *, T, D), half-split layout: pair j is (x[j], x[j + D/2]).  cos, sin (B, 1, T, D/2) float32."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (B, T, in) -> (B, T, out).  Compiled for a CPU, a few rows are summed row by row instead of multiplied as a matrix:
-    Inductor fuses these sums into one pass over the weights at the speed of memory, where MKL takes twice as long for two
-    rows as for one.  bfloat16 weights are read as such and multiplied in float32."""
+    """x (B, T, in) -> (B, T, out).  Compiled for a CPU, a few rows are summed one by one instead of multiplied as a
+    matrix: Inductor fuses the sums into one pass over the weights at the speed of memory, where MKL takes twice as
+    long for two rows as for one.  bfloat16 weights are read as such and multiplied in float32."""
     rows = x[..., 0].numel()
     if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
         return F.linear(x, weight, bias)
@@ -163,8 +164,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer.  Attention and MLP stand in one forward: this is the unit that is compiled once and called for
-    every layer."""
+    """One decoder layer: the unit that is compiled once and called for every layer."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -181,9 +181,9 @@ class Block(nn.Module):
         self.up = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)
         self.down = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
-    @torch.compiler.nested_compile_region       # traced and lowered once for all layers: 44 s of compiling instead of 125 s
+    @torch.compiler.nested_compile_region       # lowered once for all layers: 44 s of compiling instead of 125 s
     def forward(self, x, cos, sin, mask, slots, k_cache, v_cache):
-        """x (B, T, dim) -> the same; writes the fed keys and values to slots (B, T) of k_cache, v_cache (B, G, S, D)."""
+        """x (B, T, dim) -> the same; writes its keys and values to slots (B, T) of k_cache, v_cache (B, G, S, D)."""
         x = x + self.attention(self.attn_norm(x), cos, sin, mask, slots, k_cache, v_cache)
         y = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -196,7 +196,7 @@ class Block(nn.Module):
         v = self.v(x).view(B, T, G, D)
         if self.c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)     # (B, H, T, D), (B, G, T, D)
+        q, k = (rotate(x.transpose(1, 2), cos, sin) for x in (q, k))            # (B, H, T, D), (B, G, T, D)
         rows = torch.arange(B, device=x.device)[:, None]
         k_cache[rows, :, slots] = k.transpose(1, 2)         # integer indices: scatter_ would clone the whole cache
         v_cache[rows, :, slots] = v
@@ -216,12 +216,12 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, bias=False)
-        self.register_buffer("freq", inverse_frequencies(config), persistent=False)     # stays float32, see load_model
+        self.register_buffer("freq", inverse_frequencies(config), persistent=False)     # stays float32, see build
 
     def forward(self, tokens, pos, cache: KVCache, span: int, depth=None, sees=None, taps=()):
         """Feed tokens (B, T) to slots pos..pos+T-1, pos (B,), attending to the first `span` slots.  A chain by default;
         a tree gives each token its depth (T,) and whom it sees (T, T).
-        -> hidden (B, T, dim) for `head`, and the outputs of the layers named in `taps`, side by side (B, T, len(taps)*dim)."""
+        -> hidden (B, T, dim) for `head`; the outputs of the layers in `taps`, side by side (B, T, len(taps)*dim)."""
         T = tokens.shape[1]
         offset = torch.arange(T, device=tokens.device)
         angle = (pos[:, None] + (offset if depth is None else depth)).float()[:, None, :, None] * self.freq
@@ -237,8 +237,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, begin: Tensor, end: Tensor, cache: KVCache, taps=()) -> tuple[Tensor, Tensor]:
-        """Feed positions [begin, end) of tokens (B, S); begin, end (B,), end > begin.  Chunks of one width, the last one padded:
-        what the padding writes lies past `end` and is overwritten before anything can see it.
+        """Feed positions [begin, end) of tokens (B, S); begin, end (B,), end > begin.  Chunks of one width, the last
+        one padded: what the padding writes lies past `end` and is overwritten before anything can see it.
         -> hidden of each row's last token (B, 1, dim), tapped rows from begin on (B, P, len(taps)*dim)."""
         tapped, last = [], None
         for start in range(0, int((end - begin).max()), CHUNK):
@@ -253,13 +253,13 @@ class Transformer(nn.Module):
         return last, torch.cat(tapped, 1)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """hidden (..., dim) -> logits (..., V) over the real tokens: padding rows of the matrix can never be emitted."""
+        """hidden (..., dim) -> logits (..., V) of the real tokens: padding rows of the matrix are never emitted."""
         weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
         return linear(hidden, weight)[..., :self.config.tokens]
 
 
 def build(config: Config, weights: dict[str, Tensor], device="cpu", dtype=torch.float32) -> Transformer:
-    """A Transformer holding exactly these weights.  Raises ValueError naming every missing, unknown or misshapen one."""
+    """A Transformer of exactly these weights.  ValueError names every missing, unknown or misshapen one."""
     with torch.device("meta"):
         model = Transformer(config)
     want = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -291,7 +291,7 @@ def read_config(folder) -> dict:
 
 
 def load_model(folder, device="cpu", dtype=None) -> Transformer:
-    """The model of a folder written by convert_weights.py, in `dtype` (default: float32 on the CPU, bfloat16 elsewhere)."""
+    """The model of a folder written by convert_weights.py; dtype None is float32 on the CPU, bfloat16 elsewhere."""
     config, path = Config(**read_config(folder)["model"]), Path(folder) / "model.safetensors"
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:

@@ -1,9 +1,9 @@
-"""Logits -> distribution -> token.  Every setting is a tensor with one value a row, so changing it recompiles nothing, and
+"""Logits -> distribution -> token.  Every setting is a tensor with one value a row, so changing it recompiles nothing;
 all noise is a pure function of (seed, role, position, vocabulary index), so eager, compiled and batched runs agree."""
 import torch
 from torch import Tensor, nn
 
-DRAFT, ACCEPT, TARGET = 0, 1, 2         # roles of noise: what guesses, what judges a guess, what draws the target's token
+DRAFT, ACCEPT, TARGET = 0, 1, 2         # roles of noise: to guess, to judge a guess, to draw the target's token
 
 M32 = 0xFFFFFFFF
 STARTS = 0x243F6A88, 0x13198A2E, 0x299F31D0           # hexadecimal digits of pi: nothing up our sleeve
@@ -28,8 +28,9 @@ class Sampling(nn.Module):
         if not isinstance(seed, (list, tuple)):
             given["seed"] = [seed + i for i in range(len(given["seed"]))]
         limits = {"temperature": ("0 or more and finite", lambda x: 0 <= x < float("inf")),
-                  "top_k": ("0 (off) or more", lambda x: 0 <= x < 2 ** 62), "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
-                  "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1), "seed": ("in 0..2**62", lambda x: 0 <= x < 2 ** 62)}
+                  "top_k": ("0 (off) or more", lambda x: 0 <= x < 2 ** 62),
+                  "top_p": ("in (0, 1]", lambda x: 0 < x <= 1), "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
+                  "seed": ("at least 0 and below 2**62", lambda x: 0 <= x < 2 ** 62)}
         for name, (words, fits) in limits.items():
             if bad := [x for x in given[name] if not fits(x)]:
                 raise ValueError(f"{name} {bad[0]} must be {words}")
@@ -61,29 +62,29 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def truncate(p: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """Keep exactly the top_k most likely tokens, of those the smallest set that holds top_p of their mass, of those the ones
-    with at least min_p times the best one's probability (nucleus: Holtzman et al. 2020; min-p: Nguyen et al. 2024).
-    p, logits (B, T, V).  Ranked by logit, ties by index, since softmax can round two logits to one probability."""
+    """Keep exactly the top_k most likely tokens, of those the smallest set that holds top_p of their mass, of those the
+    ones with at least min_p times the best one's probability (nucleus: Holtzman et al. 2020; min-p: Nguyen et al.
+    2024).  p, logits (B, T, V).  Ranked by logit, ties by index: softmax can round two logits to one probability."""
     V = p.shape[-1]
     top_k, top_p, min_p = (getattr(sampling, name)[:, None, None] for name in ("top_k", "top_p", "min_p"))
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     ranked = p.gather(-1, order)
     keep = torch.arange(V, device=p.device) < torch.where(top_k == 0, V, top_k)
     mass = (ranked * keep).cumsum(-1)
-    before = mass - ranked                                      # mass ahead of each token: 0 for the first, so it stays
-    keep = keep & ((before < top_p * mass[..., -1:]) | (top_p >= 1))    # off, not a threshold: rounding would drop tails
+    before = mass - ranked                              # mass ahead of each token: 0 for the first, so it stays
+    keep = keep & ((before < top_p * mass[..., -1:]) | (top_p >= 1))    # 1 is off: rounding would drop tails
     keep = keep & (ranked >= min_p * ranked[..., :1])
     kept = torch.zeros_like(p).scatter(-1, order, ranked * keep)
     return kept / kept.sum(-1, keepdim=True)
 
 
 def draw(weights: Tensor, race: Tensor) -> Tensor:
-    """Sample from unnormalised weights (..., V) with exponential noise (..., V) -> (...) int64.  The smallest race / weight
-    wins with probability weight / sum, and a weight of 0 never wins."""
+    """Sample from unnormalised weights (..., V) with exponential noise (..., V) -> (...) int64.  The smallest
+    race / weight wins with probability weight / sum, and a weight of 0 never wins."""
     return (weights / race).argmax(-1)
 
 
-# ---- keyed noise ---------------------------------------------------------------------------------------------------------
+# ---- keyed noise ---------------------------------------------------------------------------------------------------
 
 def uniform(seed: Tensor, role: int, position: Tensor) -> Tensor:
     """One float32 in (0, 1) for each element of seed and position (one shape)."""
@@ -112,7 +113,7 @@ def bits(seed: Tensor, role: int, position: Tensor, n: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words in which every input bit flips every output bit about half the time (lowbias32, Wellons)."""
+    """A bijection of 32-bit words: every input bit flips every output bit about half the time (lowbias32, Wellons)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & M32                    # factors below 2**31: products stay below 2**63,
     x = ((x ^ (x >> 15)) * 0x6C50B47D) & M32                    # since overflow is undefined in Inductor's C++
     return x ^ (x >> 16)

@@ -1,7 +1,7 @@
-"""Speculative decoding, complete: one round drafts, verifies, accepts and commits.  With sample.py this file stands alone.
+"""Speculative decoding, complete: a round drafts, verifies, accepts, commits.  With sample.py this file stands alone.
 
-A drafter guesses N tokens, the target scores them all in one pass, a prefix is kept and one more token drawn, and the text
-is distributed exactly as the target alone would write it (Leviathan et al. 2023, arXiv 2211.17192).
+A drafter guesses N tokens, the target scores them all in one pass, a prefix is kept and one more token drawn, and the
+text is distributed exactly as the target alone would write it (Leviathan et al. 2023, arXiv 2211.17192).
 p is the target's distribution, q the draft's.  B rows, N drafted nodes, K depth (N = K for a chain), V vocabulary.
 """
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class State(nn.Module):
 
     def __init__(self, cache: nn.Module, B: int, S: int, eos=(), device="cpu"):
         super().__init__()
-        self.cache = cache                                                          # the target's keys and values
-        self.span = S                           # slots attention reads, a constant of the compiled graph: pos + N < span
+        self.cache = cache                      # the target's keys and values
+        self.span = S                           # slots attention reads, a constant of the graph: pos + N < span
         self.register_buffer("tokens", torch.zeros(B, S, dtype=torch.int64, device=device))
-        self.register_buffer("pos", torch.full((B,), -1, dtype=torch.int64, device=device))     # -1: nothing chosen yet
-        self.register_buffer("limit", torch.zeros(B, dtype=torch.int64, device=device))     # last position a row may fill
-        self.register_buffer("live", torch.zeros(B, dtype=torch.bool, device=device))       # False: the row has ended
+        self.register_buffer("pos", torch.full((B,), -1, device=device))                    # -1: nothing chosen yet
+        self.register_buffer("limit", torch.zeros(B, dtype=torch.int64, device=device))     # last position to fill
+        self.register_buffer("live", torch.zeros(B, dtype=torch.bool, device=device))       # False: it has ended
         self.register_buffer("eos", torch.tensor(list(eos) or [-1], device=device))
 
 
@@ -49,14 +49,14 @@ class Tree(nn.Module):
 
 @dataclass
 class Draft:
-    tokens: Tensor                  # (B, N) guesses; a tree's siblings should differ: of two equal ones the second is never reached
-    q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen without chance
+    tokens: Tensor                  # (B, N) guesses; of two equal siblings in a tree the second is never reached
+    q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen, not drawn
     tree: Tree | None = None        # None: a chain, guess i follows guess i - 1
     valid: Tensor | None = None     # (B,): only the first so many count; None: all
 
 
 def verify(target, state: State, draft: Draft, sampling, taps=()) -> tuple[Tensor, Tensor]:
-    """Score all guesses in one pass of the target.  -> p (B, N+1, V), hidden states of the layers in taps (B, N+1, .)."""
+    """Score all guesses in one pass of the target.  -> p (B, N+1, V), outputs of the layers in taps (B, N+1, .)."""
     fed = torch.cat((state.tokens.gather(1, state.pos[:, None]), draft.tokens), 1)              # (B, N+1)
     depth, sees = (None, None) if draft.tree is None else (draft.tree.depth, draft.tree.sees)
     # one read of all the weights, as for one token: the N extra tokens ride along
@@ -65,17 +65,17 @@ def verify(target, state: State, draft: Draft, sampling, taps=()) -> tuple[Tenso
 
 
 def accept_sampled(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tensor, valid: Tensor | None = None):
-    """Rejection sampling of a chain drawn from q (Leviathan et al. 2023, Algorithm 1): keeps sum(min(p, q)) of the guesses.
-    tokens (B, K), q (B, K, V), p (B, K+1, V), seed, pos (B,) key the noise, valid (B,): only the first so many guesses count
-    -> n (B,) kept, out (B, K+1): out[:, :n+1] is new text."""
+    """Rejection sampling of a chain drawn from q (Leviathan et al. 2023, Algorithm 1): keeps a guess with probability
+    sum(min(p, q)).  tokens (B, K), q (B, K, V), p (B, K+1, V); seed, pos (B,) key the noise; valid (B,): only the first
+    so many guesses count -> n (B,) kept, out (B, K+1): out[:, :n+1] is new text."""
     B, K = tokens.shape
     valid = torch.full_like(pos, K) if valid is None else valid
     step = torch.arange(K, device=tokens.device)
     p_x, q_x = p[:, :K].gather(2, tokens[..., None]).squeeze(2), q.gather(2, tokens[..., None]).squeeze(2)
     u = uniform(seed[:, None], ACCEPT, pos[:, None] + 1 + step)
-    keep = (u * q_x < p_x) & (step < valid[:, None])        # strict, and no division: p = 0 never passes, 0/0 never arises
+    keep = (u * q_x < p_x) & (step < valid[:, None])    # strict, no division: p = 0 never passes, 0/0 never arises
     n = keep.long().cumprod(1).sum(1)
-    # The residual max(p - q, 0) after a rejection.  Where none was rejected q counts as 0: the bonus token comes from p.
+    # The residual max(p - q, 0) after a rejection.  Where none was rejected q counts as 0: the bonus comes from p.
     at = n[:, None, None].expand(-1, 1, p.shape[-1])
     p_n, q_n = p.gather(1, at).squeeze(1), q.gather(1, at.clamp_max(K - 1)).squeeze(1)
     rest = (p_n - q_n * (n < valid)[:, None]).clamp_min(0)
@@ -85,9 +85,9 @@ def accept_sampled(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tens
 
 
 def accept_matched(tokens: Tensor, tree: Tree | None, p: Tensor, seed: Tensor, pos: Tensor, valid: Tensor | None = None):
-    """Draw the target's own token at every node and walk down while a child agrees: rejection sampling with q a point mass,
-    exact at any temperature, for chains and trees of chosen guesses.  tokens (B, N), p (B, N+1, V), seed, pos, valid (B,)
-    -> n (B,) kept, out (B, K+1): out[:, :n+1] is new text, path (B, K+1): the node whose draw each of them is."""
+    """Draw the target's own token at every node and walk down while a child agrees: rejection sampling with q a point
+    mass, exact at any temperature, for chains and trees of chosen guesses.  tokens (B, N), p (B, N+1, V), seed, pos,
+    valid (B,) -> n (B,) kept, out (B, K+1): out[:, :n+1] is new text, path (B, K+1): the node that drew each."""
     N, device = tokens.shape[1], tokens.device
     step = torch.arange(N + 1, device=device)
     # Nodes of one depth share noise: only one of them is on the path, the others never influence the text.
@@ -100,7 +100,8 @@ def accept_matched(tokens: Tensor, tree: Tree | None, p: Tensor, seed: Tensor, p
     n = node = torch.zeros_like(pos)
     path, going = [node], torch.ones_like(pos, dtype=torch.bool)
     for _ in range(tree.K):
-        child = (tree.parents == node[:, None]) & (tokens == own.gather(1, node[:, None])) & usable     # (B, N), one at most
+        agrees = tokens == own.gather(1, node[:, None])
+        child = (tree.parents == node[:, None]) & agrees & usable                               # (B, N)
         going = going & child.any(1)
         node = torch.where(going, child.long().argmax(1) + 1, node)
         n = n + going
@@ -110,12 +111,12 @@ def accept_matched(tokens: Tensor, tree: Tree | None, p: Tensor, seed: Tensor, p
 
 
 def commit(state: State, out: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Append out[:, :n+1] (B, K+1) to each live row, up to its first EOS and its limit: the one place where text grows.
-    -> n (B,) kept guesses among them, new (B,) tokens appended."""
+    """Append out[:, :n+1] (B, K+1) to each live row, up to its first EOS and its limit: the one place where text
+    grows.  -> n (B,) kept guesses among them, new (B,) tokens appended."""
     step = torch.arange(out.shape[1], device=out.device)
     slots = state.pos[:, None] + 1 + step
     rows = torch.arange(out.shape[0], device=out.device)[:, None]
-    state.tokens[rows, slots] = out                             # what lies past the new tokens is overwritten next round
+    state.tokens[rows, slots] = out                     # what lies past the new tokens is overwritten next round
     ends = (out[..., None] == state.eos).any(-1) | (slots >= state.limit[:, None])              # (B, K+1)
     ended_before = F.pad(ends.long().cumsum(1)[:, :-1], (1, 0)) > 0
     new = ((step <= n[:, None]) & ~ended_before).sum(1) * state.live
@@ -134,7 +135,7 @@ def speculate(target, drafter, state: State, sampling) -> tuple[Tensor, Tensor, 
         n, out = accept_sampled(draft.tokens, draft.q, p, sampling.seed, state.pos, draft.valid)
     else:
         n, out, path = accept_matched(draft.tokens, draft.tree, p, sampling.seed, state.pos, draft.valid)
-        if draft.tree is not None:                      # past these two lines a tree is a chain: no drafter knows trees
+        if draft.tree is not None:              # past these two lines a tree is a chain: no drafter knows trees
             state.cache.compact(state.pos, path)
             hidden, p = (t.gather(1, path[..., None].expand(-1, -1, t.shape[-1])) for t in (hidden, p))
     n, new = commit(state, out, n)

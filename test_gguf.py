@@ -17,7 +17,8 @@ import convert_tokenizer as ct
 import convert_weights as cw
 import tokenizer
 from checkpoints import NASTY, SPLITS, checkpoint, edit, logits, one_thread  # noqa: F401 (autouse)
-from model import read_config
+from conftest import decode
+from model import load_model, read_config
 
 pytestmark = pytest.mark.xdist_group("smollm2")        # one process converts the model, the others would convert it again
 
@@ -230,3 +231,16 @@ def test_smollm2_logits_match_transformers(smollm2, smollm2_gguf):
     with torch.no_grad():
         want = reference(ids).logits
     torch.testing.assert_close(logits(smollm2, ids), want, rtol=0, atol=1e-3)
+
+
+def test_smollm2_text_is_the_same_with_every_drafter(smollm2):
+    """Greedy, float32, a prompt that makes lookup succeed; the target as its own draft keeps every guess.
+    Kills: RoPE off by one past the first chunk; a span shorter than the text."""
+    target, tokens = load_model(smollm2), tokenizer.load(smollm2)
+    ids = tokenizer.chat(read_config(smollm2)["chat_template"],
+                         [{"role": "user", "content": "Repeat exactly: one two three four, one two three four."}], tokens)
+    plain, _ = decode("none", 0, [ids], 14, target=target)
+    lookup, rounds = decode("ngram", 4, [ids], 14, target=target, S=256)
+    assert lookup == plain and len(rounds) < 13
+    itself, rounds = decode(target, 4, [ids], 14, target=target, S=256)
+    assert itself == plain and [step[0] for step in rounds] == [(5, 4)] * 2 + [(3, 3)]
