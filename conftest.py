@@ -13,12 +13,13 @@ V = 48
 
 
 def config(vocab=V, **changes) -> Config:
-    return Config(**dict(vocab_size=vocab, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=64, context=512) | changes)
+    shape = dict(vocab_size=vocab, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=64, context=512)
+    return Config(**shape | changes)
 
 
 def random_model(seed: int, c: Config = config(), head=4.0, noise=0.0) -> Transformer:
-    """Random weights; `head` scales the logits, so that greedy text does not degenerate (negative: the argmax is never the
-    target's); `noise` perturbs all weights by that share."""
+    """Random weights; `head` scales the logits, so that greedy text does not degenerate (negative: the argmax is never
+    the target's); `noise` perturbs all weights by that share."""
     g = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(c).named_parameters()}
@@ -29,7 +30,8 @@ def random_model(seed: int, c: Config = config(), head=4.0, noise=0.0) -> Transf
 
 
 TARGET = random_model(0)
-DRAFTS = {"self": TARGET, "near": random_model(0, noise=0.05), "rand": random_model(1), "anti": random_model(0, head=-4.0)}
+DRAFTS = {"self": TARGET, "near": random_model(0, noise=0.05), "rand": random_model(1),
+          "anti": random_model(0, head=-4.0)}
 
 
 def make_drafter(kind: str, K: int, B: int, S: int, target=TARGET):
@@ -47,14 +49,15 @@ def prompts_for(B: int, seed=5, vocab=V) -> list[list[int]]:
     return [torch.randint(0, vocab, (3 + 2 * (i % 3),), generator=g).tolist() for i in range(B)]
 
 
-def decode(kind, K, prompts, max_new, *, target=TARGET, step=speculate, eos=(), S=128, state=None, drafter=None, **settings):
+def decode(kind, K, prompts, max_new, *, target=TARGET, step=speculate, eos=(), S=192, state=None, drafter=None,
+           ahead=None, **settings):
     """-> (texts: new ids of each row, rounds: [(new, kept) of each row] of each round after prefill)."""
     B = len(prompts)
     state = state or State(KVCache(target.config, B, S), B, S, eos)
     drafter = drafter or make_drafter(kind, K, B, S, target)
     budgets = [max_new] * B if isinstance(max_new, int) else max_new
     texts, rounds = [[] for _ in range(B)], []
-    for new, kept in generate(target, drafter, state, Sampling(B, **settings), prompts, budgets, step):
+    for new, kept, _ in generate(target, drafter, state, Sampling(B, **settings), prompts, budgets, step, ahead):
         texts = [text + ids for text, ids in zip(texts, new)]
         rounds.append([(len(ids), k) for ids, k in zip(new, kept)])
     return texts, rounds[1:]

@@ -66,7 +66,7 @@ class ModelDraft:
     def __init__(self, model, cache, K: int, V: int):
         """`cache` is the model's own, as long as the target's; V is the number of the target's real tokens."""
         self.model, self.cache, self.nodes, self.V = model, cache, K, V
-        self.context = model.config.context             # past it, it guesses nothing
+        self.context = model.config.context             # generate() goes on without guesses where no row is within it
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.model.prefill(self.known(state.tokens), begin, state.pos, self.cache)
@@ -77,8 +77,8 @@ class ModelDraft:
         race = exponential(sampling.seed[:, None].expand_as(at), DRAFT, at, self.V)
         # The newest token and, again, the one before it: after a full acceptance that one was never fed and would
         # leave a hole in the cache; otherwise the same keys and values are written once more.
-        fed = state.tokens.gather(1, torch.stack((state.pos - 1, state.pos), 1))
-        pos, tokens, q = state.pos - 1, [], []
+        pos, tokens, q = (state.pos - 1).clamp_min(0), [], []           # 0: a row that never began, its budget being 0
+        fed = state.tokens.gather(1, torch.stack((pos, pos + 1), 1))
         for i in range(self.nodes):
             hidden, _ = self.model(self.known(fed), pos, self.cache, state.span)
             q.append(self.law(hidden[:, -1:], sampling))

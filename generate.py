@@ -24,21 +24,26 @@ DEFAULT_TARGET = Path(__file__).parent / "models" / "smollm2-135m"
 # ---- the engine's loop -------------------------------------------------------------------------------------------------
 
 def slots(need: int) -> int:
-    """Cache sizes and views come in powers of two from 512: each is a compiled graph of its own, found again on disk."""
+    """Caches and their views come in powers of two from 512: each is a compiled graph, found again on disk."""
     return max(512, 1 << (need - 1).bit_length())
 
 
-def make_state(target, B: int, length: int, K: int, eos=()) -> State:
-    """A State for texts of up to `length` tokens.  Beyond that a row may commit K past its end and then, finished, scratch
-    K + 1 slots more; prefill pads its last chunk."""
-    S, weight = slots(length + max(2 * (K + 1), CHUNK)), target.embed.weight
+def headroom(nodes: int) -> int:
+    """Slots needed past a text: a row that has ended still scratches nodes + 1 of them, prefill pads its last chunk."""
+    return max(nodes + 1, CHUNK)
+
+
+def make_state(target, B: int, length: int, nodes: int, eos=()) -> State:
+    """A State for texts of up to `length` tokens and a drafter of so many nodes."""
+    S, weight = min(slots(length + headroom(nodes)), target.config.context + headroom(nodes)), target.embed.weight
     return State(KVCache(target.config, B, S, weight.device, weight.dtype), B, S, eos, weight.device)
 
 
 def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int]) -> list[list[int]]:
     """Feed the prompts and draw each row's first token.  What the caches already hold of a prompt is not fed again."""
-    fed = [tokens[:max(pos - 1, 0)] for tokens, pos in zip(state.tokens.tolist(), state.pos.tolist())]  # a draft's cache
-    common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))    # may lack pos - 1
+    known = state.pos - 1 if state.drafter is drafter else state.pos * 0        # a draft's cache may lack its newest token
+    fed = [tokens[:max(n, 0)] for tokens, n in zip(state.tokens.tolist(), known.tolist())]
+    common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
               for old, ids in zip(fed, prompts)]
     start = state.pos.new_tensor([min(c, len(ids) - 1) for c, ids in zip(common, prompts)])
     for row, ids in enumerate(prompts):
@@ -51,35 +56,45 @@ def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max
     p = probs(target.head(hidden), sampling)                                            # then a round without guesses
     n, out, _ = accept_matched(state.tokens[:, :0], None, p, sampling.seed, state.pos)
     _, new = commit(state, out, n)
-    if any(max_new):                                    # else a prompt of one token leaves nothing to feed
-        drafter.start(state, start, tapped)
+    drafter.start(state, start, tapped)
+    state.drafter = drafter
     return [ids[:k] for ids, k in zip(out.tolist(), new.tolist())]
 
 
 @torch.no_grad()
-def generate(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int], step=speculate):
-    """Yields after prefill and after each round one list of new ids a row, and how many of them were guesses that were kept.
-    `step` is speculate, compiled or not.  A caller ends a row early with state.live[row] = False."""
+def generate(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int], step=speculate,
+             ahead: int | None = None):
+    """Yields, after prefill and after each round, three lists with one entry a row: its new ids, how many of them are
+    guesses that were kept, how many could have been.  `step` is speculate, compiled or not.  A caller ends a row early
+    with state.live[row] = False.  ValueError for what does not fit the model or the state."""
     B, S = state.tokens.shape
-    for row, ids in enumerate(prompts):
-        if not 0 < len(ids) or len(ids) + max_new[row] > min(target.config.context, S):
-            raise ValueError(f"row {row}: {len(ids)} prompt + {max_new[row]} new tokens do not fit the context of "
-                             f"{target.config.context} and cache of {S}")
-    yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B
-    # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at most one
-    # round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
-    ahead, in_flight = int(state.tokens.is_cuda), deque()
+    check_fit(target.config, S - headroom(drafter.nodes), B, prompts, max_new)
+    yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B, [0] * B
+    # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at
+    # most one round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
+    ahead, in_flight = int(state.tokens.is_cuda) if ahead is None else ahead, deque()
     lengths, going = state.pos.tolist(), state.live.tolist()
     while any(going):
         if min(n for n, live in zip(lengths, going) if live) >= getattr(drafter, "context", S):
-            drafter = NoDraft()                                                         # no row has positions it can guess at
+            drafter = NoDraft()                                                 # no row has positions it can guess at
         state.span = min(S, slots(max(lengths) + (len(in_flight) + 2) * (drafter.nodes + 1)))
-        out, n, new = step(target, drafter, state, sampling)
-        in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (n, new, state.live, state.pos)], 1)))
+        out, *counts = step(target, drafter, state, sampling)
+        in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (*counts, state.live, state.pos)], 1)))
         if len(in_flight) > ahead:
             rows = in_flight.popleft()().tolist()                                       # the one host sync of a round
             lengths, going = [row[-1] for row in rows], [row[-2] for row in rows]
-            yield [row[:row[-3]] for row in rows], [row[-4] for row in rows]
+            yield [row[:row[-4]] for row in rows], [row[-5] for row in rows], [row[-3] for row in rows]
+
+
+def check_fit(config, room: int, B: int, prompts: list[list[int]], max_new: list[int]):
+    if not len(prompts) == len(max_new) == B:
+        raise ValueError(f"{len(prompts)} prompts and {len(max_new)} budgets for a state of {B} rows: give one each")
+    for row, ids in enumerate(prompts):
+        if not ids or len(ids) + max_new[row] > min(config.context, room):
+            raise ValueError(f"row {row}: {len(ids)} prompt + {max_new[row]} new tokens do not fit a context of "
+                             f"{config.context} and a cache with room for {room}")
+        if bad := [id for id in ids if not 0 <= id < config.vocab_size]:
+            raise ValueError(f"row {row}: token id {bad[0]} is not in 0..{config.vocab_size - 1}")
 
 
 def to_host(tensor):
@@ -87,32 +102,30 @@ def to_host(tensor):
     if not tensor.is_cuda:
         return lambda: tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)       # a copy also because the next replay overwrites a graph's outputs
+    copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()
-    done.record()
+    done.record(torch.cuda.current_stream(tensor.device))       # of this device, which need not be the current one
     return lambda: (done.synchronize(), copy)[1]
 
 
 def compile_round():
-    """speculate, compiled: the only place anything is, one graph a round with the drafting in it.  Prefill stays eager: its
-    chunks are bound by arithmetic, and the first token need not wait for a compiler."""
-    # Inductor inlines small values into each of their uses, which doubles the work at every line of the integer hash in
-    # sample.py: 87 s of compiling became 6 s with this, the kernels being fused again afterwards.
+    """speculate, compiled: the only place anything is, one graph a round with the drafting in it.  Prefill stays
+    eager: its chunks are bound by arithmetic, and the first token need not wait for a compiler."""
+    # Inductor inlines small values into each of their uses, which doubles the work at every line of the integer hash
+    # in sample.py: 87 s of compiling became 6 s with this, the kernels being fused again afterwards.
     torch._inductor.config.realize_opcount_threshold = 8
-    torch._dynamo.config.recompile_limit = 64           # one graph per cache view and setting of `truncates`, not 8 in all
+    torch._dynamo.config.recompile_limit = 64           # one graph per span and setting of `truncates`, not 8 in all
     return torch.compile(speculate, mode="max-autotune", fullgraph=True, dynamic=False)
 
 
 @torch.no_grad()
-def warm_up(step, target, drafter, state: State, sampling, length: int) -> float:
-    """Compile the round for texts of about `length` tokens -> seconds.  No row is live: it runs, and commits nothing."""
-    start = time.perf_counter()
+def warm_up(step, target, drafter, state: State, sampling, length: int):
+    """Compile the round for texts of about `length` tokens.  No row is live: it runs, and commits nothing."""
     state.pos.fill_(1)
     state.span = min(state.tokens.shape[1], slots(length + 2 * (drafter.nodes + 1)))
-    for _ in range(3 if state.tokens.is_cuda else 1):                                   # a GPU also records its CUDA graph
-        step(target, drafter, state, sampling)[2].tolist()
+    for _ in range(3 if state.tokens.is_cuda else 1):                           # a GPU also records its CUDA graph
+        step(target, drafter, state, sampling).new.tolist()
     state.pos.fill_(-1)
-    return time.perf_counter() - start
 
 
 # ---- the command line --------------------------------------------------------------------------------------------------
@@ -183,7 +196,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def load_drafter(args, target, tokens, S: int):
-    """--draft none, ngram or a folder -> a drafter for a batch of B rows and caches of S slots."""
+    """--draft none, ngram or a folder -> a drafter for a row each prompt and caches of S slots."""
     if args.draft == "none":
         return NoDraft()
     if args.draft == "ngram":
@@ -230,23 +243,34 @@ class Engine:
         self.step, self.compile_s = speculate, 0.0
         if not args.no_compile:
             note("compiling the round: a minute or more the first time, some seconds once it is found on disk ...")
-            self.step = compile_round()
-            self.compile_s = warm_up(self.step, target, self.drafter, self.state, self.sampling, first)
+            self.compiled, self.step = compile_round(), self.round
+            warm_up(self.step, target, self.drafter, self.state, self.sampling, first)
+
+    def round(self, *args):
+        """The compiled round.  A longer span compiles again in the middle of a text: that is no decoding time."""
+        graphs, start = torch._dynamo.utils.counters["stats"]["unique_graphs"], time.perf_counter()
+        result = self.compiled(*args)
+        if torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs:
+            self.compile_s += time.perf_counter() - start
+        return result
+
+    def clock(self) -> float:
+        return time.perf_counter() - self.compile_s
 
     def run(self, prompts: list[list[int]], budgets: list[int], show) -> list[Row]:
         """Generate until every row has ended or Ctrl-C; show(row number, text) gets the text as it comes."""
-        rows = [Row(self.tokens, budget, self.args.k, self.args.stop) for budget in budgets]
+        rows = [Row(self.tokens, budget, self.args.k, self.args.stop, self.clock) for budget in budgets]
         try:
-            for new, kept in generate(self.target, self.drafter, self.state, self.sampling, prompts, budgets, self.step):
-                for i, row in enumerate(rows):
-                    show(i, row.push(new[i], kept[i]))
+            for round in generate(self.target, self.drafter, self.state, self.sampling, prompts, budgets, self.step):
+                for i, (row, new, kept, tried) in enumerate(zip(rows, *round)):
+                    show(i, row.push(new, kept, tried))
                     if row.finish == "stop":
                         self.state.live[i] = False
                 if all(row.finish for row in rows):
                     break
         except KeyboardInterrupt:
             if not any(row.ids for row in rows):
-                self.state.pos.fill_(-1)        # perhaps not all of the prompt was fed: the next turn starts from nothing
+                self.state.pos.fill_(-1)        # perhaps not all of the prompt was fed: the next turn feeds all of it
         for i, row in enumerate(rows):
             if not row.finish:
                 show(i, row.end("interrupted"))
@@ -267,8 +291,9 @@ def run_prompts(args, target, tokens, template) -> int:
     rows = engine.run(prompts, budgets, write if alone else lambda i, text: None)
     for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
         if args.json:
-            stats = row.stats() | {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "seed": args.seed + i}
-            print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish, "stats": stats}))
+            stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "seed": args.seed + i}
+            print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish,
+                              "stats": row.stats() | stats}))
         else:
             print("" if alone else f"=== {i + 1}: {prompt}\n{row.text}")
     note(report(rows, prompts, engine.compile_s, args.device))

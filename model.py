@@ -238,11 +238,12 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, begin: Tensor, end: Tensor, cache: KVCache, taps=()) -> tuple[Tensor, Tensor]:
         """Feed positions [begin, end) of tokens (B, S); begin, end (B,), end > begin.  Chunks of one width, the last
-        one padded: what the padding writes lies past `end` and is overwritten before anything can see it.
+        one padded: what the padding writes lies past `end` and is overwritten before anything can see it.  S must
+        leave CHUNK slots past every `end`.
         -> hidden of each row's last token (B, 1, dim), tapped rows from begin on (B, P, len(taps)*dim)."""
         tapped, last = [], None
-        for start in range(0, int((end - begin).max()), CHUNK):
-            pos = begin + start
+        for start in range(0, max(1, int((end - begin).max())), CHUNK):
+            pos = (begin + start).clamp_max(tokens.shape[1] - CHUNK)    # a row that ended long ago is fed its tail again
             slots = pos[:, None] + torch.arange(CHUNK, device=tokens.device)
             span = int(pos.max()) + CHUNK
             hidden, tap = self(tokens.gather(1, slots), pos, cache, span, taps=taps)

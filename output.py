@@ -10,20 +10,21 @@ from tokenizer import Stream
 class Row:
     """What one row has written: ids, the text they decode to, why it ended, and how its rounds went."""
 
-    def __init__(self, tokenizer, budget: int, K: int, stops=()):
+    def __init__(self, tokenizer, budget: int, K: int, stops=(), clock=time.perf_counter):
         self.tokenizer, self.budget, self.stops = tokenizer, budget, stops
         self.stream, self.ids, self.text, self.lengths, self.shown = Stream(tokenizer), [], "", [], 0
         self.finish = None if budget else "length"
         self.rounds, self.tried, self.kept = 0, [0] * K, [0] * K
-        self.start = self.first = self.last = time.perf_counter()
+        self.clock = clock                                  # may stand still while something compiles
+        self.start = self.first = self.last = clock()
 
-    def push(self, new: list[int], kept: int) -> str:
-        """Take a round's new ids, `kept` of them guesses -> the text that can be shown by now."""
+    def push(self, new: list[int], kept: int, tried: int) -> str:
+        """Take a round's new ids, `kept` of its `tried` guesses among them -> the text that can be shown by now."""
         if self.finish or not new:
             return ""
-        self.last = time.perf_counter()
+        self.last = self.clock()
         if self.ids:
-            self.count(new, kept)
+            self.count(new, kept, tried)
         else:
             self.first = self.last                          # the first token comes from prefill, not from a round
         for id in new:
@@ -40,11 +41,11 @@ class Row:
         held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self.show(len(self.text) - held)
 
-    def count(self, new: list[int], kept: int):
-        """Guesses past the row's end could not have been kept: they were not tried."""
+    def count(self, new: list[int], kept: int, tried: int):
+        """A guess past the row's end could not have been kept: it was not tried."""
         room = len(new) if new[-1] in self.tokenizer.eos else self.budget - len(self.ids)
         self.rounds += 1
-        for i in range(min(len(self.tried), room)):
+        for i in range(min(tried, room)):
             self.tried[i] += 1
             self.kept[i] += i < kept
 

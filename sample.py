@@ -22,26 +22,28 @@ class Sampling(nn.Module):
 
     def set(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
         """Each setting is one value for all rows or a list with one a row; row i of a single seed gets seed + i.
-        Raises ValueError outside temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**62."""
+        Raises ValueError outside temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= seed < 2**62, as
+        the buffers' float32 and int64 hold them."""
         given = {name: self.per_row(name, value) for name, value in
                  (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p), ("seed", seed))}
-        if not isinstance(seed, (list, tuple)):
+        if isinstance(seed, int):
             given["seed"] = [seed + i for i in range(len(given["seed"]))]
         limits = {"temperature": ("0 or more and finite", lambda x: 0 <= x < float("inf")),
                   "top_k": ("0 (off) or more", lambda x: 0 <= x < 2 ** 62),
                   "top_p": ("in (0, 1]", lambda x: 0 < x <= 1), "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
                   "seed": ("at least 0 and below 2**62", lambda x: 0 <= x < 2 ** 62)}
         for name, (words, fits) in limits.items():
-            if bad := [x for x in given[name] if not fits(x)]:
-                raise ValueError(f"{name} {bad[0]} must be {words}")
+            whole = getattr(self, name).dtype == torch.int64
+            for x in given[name]:
+                if not isinstance(x, int if whole else (int, float)) or not fits(x if whole else torch.tensor(x).item()):
+                    raise ValueError(f"{name} {x} must be {words}" + (", a whole number" if whole else ""))
         for name, values in given.items():
-            buffer = getattr(self, name)
-            buffer.copy_(torch.tensor(values, dtype=buffer.dtype))
+            getattr(self, name).copy_(torch.tensor(values))
         self.truncates = any(k > 0 or p < 1 or m > 0 for k, p, m in zip(given["top_k"], given["top_p"], given["min_p"]))
 
     def per_row(self, name: str, value) -> list:
         B = self.temperature.shape[0]
-        values = list(value) if isinstance(value, (list, tuple)) else [value] * B
+        values = list(value) if isinstance(value, (list, tuple, range)) else [value] * B
         if len(values) != B:
             raise ValueError(f"{len(values)} values of {name} for {B} rows: give one, or one a row")
         return values

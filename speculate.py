@@ -5,6 +5,7 @@ text is distributed exactly as the target alone would write it (Leviathan et al.
 p is the target's distribution, q the draft's.  B rows, N drafted nodes, K depth (N = K for a chain), V vocabulary.
 """
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ class State(nn.Module):
         self.register_buffer("pos", torch.full((B,), -1, device=device))                    # -1: nothing chosen yet
         self.register_buffer("limit", torch.zeros(B, dtype=torch.int64, device=device))     # last position to fill
         self.register_buffer("live", torch.zeros(B, dtype=torch.bool, device=device))       # False: it has ended
+        self.drafter = None                     # whose cache has followed this text: another one must be fed all of it
         self.register_buffer("eos", torch.tensor(list(eos) or [-1], device=device))
 
 
@@ -53,6 +55,13 @@ class Draft:
     q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen, not drawn
     tree: Tree | None = None        # None: a chain, guess i follows guess i - 1
     valid: Tensor | None = None     # (B,): only the first so many count; None: all
+
+
+class Round(NamedTuple):
+    out: Tensor                     # (B, K+1): out[:, :new] is what each row wrote
+    n: Tensor                       # (B,) guesses among them
+    new: Tensor                     # (B,) 0 for a row that has ended
+    tried: Tensor                   # (B,) guesses that could have been kept
 
 
 def verify(target, state: State, draft: Draft, sampling, taps=()) -> tuple[Tensor, Tensor]:
@@ -126,9 +135,8 @@ def commit(state: State, out: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(n, new), new
 
 
-def speculate(target, drafter, state: State, sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """One round, and one compiled graph: no value is read on the host, no shape depends on what was accepted.
-    -> out (B, K+1), n (B,) guesses kept, new (B,): out[:, :new] is what each row wrote."""
+def speculate(target, drafter, state: State, sampling) -> Round:
+    """One round, and one compiled graph: no value is read on the host, no shape depends on what was accepted."""
     draft = drafter.propose(state, sampling)
     p, hidden = verify(target, state, draft, sampling, drafter.taps)
     if draft.q is not None:
@@ -140,4 +148,4 @@ def speculate(target, drafter, state: State, sampling) -> tuple[Tensor, Tensor, 
             hidden, p = (t.gather(1, path[..., None].expand(-1, -1, t.shape[-1])) for t in (hidden, p))
     n, new = commit(state, out, n)
     drafter.observe(state, out, n, hidden, p)
-    return out, n, new
+    return Round(out, n, new, torch.full_like(n, draft.tokens.shape[1]) if draft.valid is None else draft.valid)

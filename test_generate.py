@@ -267,8 +267,8 @@ def test_stop(stops, rounds, shown, text, count, finish, models):
     """Killed: ids not cut; max for min over the stops; nothing held, or the shortest, or lost at the end."""
     tokens, ids = tokenizers.load(models / "scripted"), [[PIECES.index(SMILE[i]) for i in new] for new in rounds]
     row = cli.Row(tokens, sum(map(len, rounds)), 4, stops)
-    assert [row.push(new, 0) for new in ids] == shown
-    assert (row.text, row.ids, row.finish) == (text, sum(ids, [])[:count], finish) and row.push(ids[0], 0) == ""
+    assert [row.push(new, 0, 0) for new in ids] == shown
+    assert (row.text, row.ids, row.finish) == (text, sum(ids, [])[:count], finish) and row.push(ids[0], 0, 0) == ""
 
 
 def test_stop_from_the_command_line(run, rows):

@@ -240,7 +240,7 @@ def test_smollm2_text_is_the_same_with_every_drafter(smollm2):
     ids = tokenizer.chat(read_config(smollm2)["chat_template"],
                          [{"role": "user", "content": "Repeat exactly: one two three four, one two three four."}], tokens)
     plain, _ = decode("none", 0, [ids], 14, target=target)
-    lookup, rounds = decode("ngram", 4, [ids], 14, target=target, S=256)
+    lookup, rounds = decode("ngram", 4, [ids], 14, target=target)
     assert lookup == plain and len(rounds) < 13
-    itself, rounds = decode(target, 4, [ids], 14, target=target, S=256)
+    itself, rounds = decode(target, 4, [ids], 14, target=target)
     assert itself == plain and [step[0] for step in rounds] == [(5, 4)] * 2 + [(3, 3)]

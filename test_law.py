@@ -121,7 +121,13 @@ class Sampler:
 
 
 def drafter_for(kind, K, B=ROWS):
-    return TopTree(B) if kind == "tree" else make_drafter(DRAFT if kind == "model" else kind, K, B, S, TARGET)
+    """"short" is a draft model whose context ends inside the text: it makes K guesses, of which 2, 1 or none are valid."""
+    if kind == "tree":
+        return TopTree(B)
+    drafter = make_drafter(DRAFT if kind in ("model", "short") else kind, K, B, S, TARGET)
+    if kind == "short":
+        drafter.context = 4
+    return drafter
 
 
 @pytest.mark.parametrize("kind, K", [("none", 0), ("ngram", 1), ("ngram", 3), ("model", 1), ("model", 3), ("tree", 2)])
@@ -144,6 +150,7 @@ MUTANTS = {
     "all nodes share one position's noise": ("speculate", "depth = pos[:, None] + 1 + (step if tree is None else tree.depth)",
                                              "depth = pos[:, None] + 1 + 0 * step"),
     "q is not the distribution drawn from": ("drafts", "draw(q[-1], race[:, i:i + 1])", "q[-1].argmax(-1)"),
+    "after the valid guesses the bonus token keeps a q": ("speculate", "(n < valid)[:, None]", "(n < K)[:, None]"),
     "a guess past a rejection is kept": ("speculate", "n = keep.long().cumprod(1).sum(1)", "n = keep.long().sum(1)"),
 }
 
@@ -158,7 +165,7 @@ def test_planted_bugs_fail(name, laws):
     exec(compile(source.replace(old, new), file, "exec"), broken.__dict__)
     step = getattr(broken, "speculate", speculate)
     p, B = [], 20_000
-    for K, kind in ((1, "model"), (3, "model"), (3, "ngram")):
+    for K, kind in ((1, "model"), (3, "model"), (3, "ngram"), (3, "short")):
         drafter = drafter_for(kind, K, B)
         if file == "drafts":
             drafter = broken.ModelDraft(DRAFT, KVCache(DRAFT.config, B, S), K, V)
@@ -168,6 +175,12 @@ def test_planted_bugs_fail(name, laws):
             if p[-1] < 1e-6:
                 return
     pytest.fail(f"not noticed: p values {p}")
+
+
+def test_a_draft_past_its_context_keeps_the_law(laws):
+    sampler = Sampler(drafter_for("short", 3))
+    for i in (4, 5):
+        assert p_value(sampler.texts(speculate, SETTINGS[i], seed=3), laws[i]) > 1e-4
 
 
 def test_equal_siblings_keep_the_law(laws):

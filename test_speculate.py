@@ -6,6 +6,9 @@ import torch
 
 import speculate as engine
 from conftest import DRAFTS, TARGET, V, config, decode, greedy_alone, make_drafter, prompts_for, random_model
+from drafts import NgramDraft
+from generate import generate as engine_generate
+from generate import make_state
 from model import KVCache
 from sample import Sampling
 from speculate import Draft, State, Tree, accept_matched, accept_sampled
@@ -28,7 +31,7 @@ def plain():
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_plain_and_recomputing(kind, K, plain):
-    """Killed: T = 1 in the draft's first step; mask `<` for `<=`; RoPE offset ignored in a tree; slots not advanced."""
+    """Killed: keys written to slot pos for every fed token; a draft's token taken for the target's."""
     prompts, texts = plain
     assert decode(kind, K, prompts, 40)[0] == texts
 
@@ -140,7 +143,7 @@ TREES = {"two levels": ([0, 0, 1, 1, 2], [(1, 3), (1, 4), (2, 5)]), "a chain": (
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_path_of_a_tree(name, plain):
-    """Killed: slots not compacted; hidden rows not gathered; siblings seeing each other; depth taken for the slot."""
+    """Killed: slots not compacted; compaction from the wrong slot; siblings seeing each other; depth taken for the slot."""
     prompts, texts = plain
     parents, paths = TREES[name]
     for path in paths:
@@ -212,7 +215,7 @@ def test_impossible_token_is_never_emitted(monkeypatch):
 
 
 def test_valid_limits_each_row():
-    """Rows may draft fewer than K.  Killed: the first guess past `valid` treated as a rejection (residual p - q)."""
+    """Rows may draft fewer than K: what follows the last valid guess is drawn from p, whatever q says there."""
     p = torch.tensor([[0.5, 0.3, 0.2]] * 4)
     seed = torch.arange(30_000)
     valid = seed % 4
@@ -260,12 +263,15 @@ def test_a_conversation_is_fed_once(monkeypatch):
 
 
 def test_k_beyond_the_context():
-    """Case 13.  Killed: head-room of K + 1 slots instead of 2 (K + 1)."""
+    """Case 13, in the smallest cache there is.  Killed: no head-room past the context (index out of bounds)."""
     c = config(context=24)
     target = random_model(0, c)
     prompt = prompts_for(1)[0]
     for K in (1, 5, 16):
-        got, _ = decode("self" if K > 1 else target, K, [prompt], 24 - len(prompt), target=target, S=24 + 2 * (K + 1) + 64)
+        state = make_state(target, 1, 24, K)
+        assert state.tokens.shape[1] == 24 + 64                     # what the text and prefill's padding need, no more
+        got, _ = decode(target, K, [prompt], 24 - len(prompt), target=target, state=state,
+                        drafter=make_drafter(target, K, 1, 88, target))
         assert got == [greedy_alone(prompt, 24 - len(prompt), target)]
 
 
@@ -275,9 +281,13 @@ def test_prompt_and_new_tokens_beyond_the_context_are_refused():
 
 
 def test_draft_with_a_shorter_context_goes_plain_past_it():
-    """Killed: no `valid` from the draft; the plain step not taken."""
-    draft = random_model(0, config(context=20))
-    prompts = prompts_for(2)
+    """Killed: `valid` left out (its guesses past the context would count as tried); plain rounds never reached."""
+    draft, prompts, tried = random_model(0, config(context=20)), prompts_for(2), []
+    drafter, state = make_drafter(draft, 3, 2, 192), State(KVCache(TARGET.config, 2, 192), 2, 192)
+    for new, kept, could in engine_generate(TARGET, drafter, state, Sampling(2), prompts, [40, 40]):
+        tried.append(could)
+        assert all(k == min(c, len(ids)) for ids, k, c in zip(new, kept, could))    # what it does guess is right
+    assert tried[1] == [3, 3] and any(0 < sum(could) < 6 for could in tried) and tried[-1] == [0, 0]
     texts, rounds = decode(draft, 3, prompts, 40)
     assert texts == [greedy_alone(prompt, 40) for prompt in prompts]
     assert rounds[0] == [(4, 3)] * 2 and rounds[-1][1] == (1, 0)      # row 1 ends last: it went plain first
@@ -324,3 +334,66 @@ def test_greedy_sampled_and_mixed_rows_in_one_batch():
         for row in range(3):
             alone, _ = decode(kind, 3, [prompts[row]], 30, **{name: [values[row]] for name, values in settings.items()})
             assert alone == [together[row]]
+
+
+# ---- prompt lookup, long texts, running ahead --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, guesses", [
+    ([5, 6, 7, 8, 5, 6, 9, 5, 6], [9, 5, 6, 9]),                # the last two occur twice: the later one, then its period
+    ([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], [4, 9, 2, 3]),          # three tokens match earlier, two later: three win
+    ([7, 1, 8, 8, 1], [8, 8, 1, 8]),                            # only one token matches
+    ([3, 3, 3], [3, 3, 3, 3]), ([4, 5], None), ([6], None)])    # nothing to find: anything will do
+def test_prompt_lookup(text, guesses):
+    """Killed: always junk; the first occurrence; one matching token as good as three; a copy that runs past the text."""
+    state = State(KVCache(TARGET.config, 1, 64), 1, 64)
+    state.tokens[0] = torch.randint(10, V, (64,))               # stale text behind the newest token
+    state.tokens[0, :len(text)] = torch.tensor(text)
+    state.pos.fill_(len(text) - 1)
+    got = NgramDraft(4).propose(state, None).tokens
+    assert got.shape == (1, 4) and (guesses is None or got[0].tolist() == guesses)
+
+
+@pytest.mark.parametrize("kind, K", [("ngram", 4), ("near", 3), ("self", 16), ("none", 0)])
+def test_texts_past_the_first_span(kind, K):
+    """Rounds read 512 slots, then 1,024; and the same with a round always in flight, as on a GPU.  Killed: a span without
+    the rounds in flight; the result of a round read after the next one has written it."""
+    target = random_model(0, config(context=1024))
+    prompt = torch.randint(0, V, (490,), generator=torch.Generator().manual_seed(3)).tolist()
+    plain = decode("none", 0, [prompt, prompt[:4]], 40, target=target, S=1024)[0]
+    assert plain[0][:3] == greedy_alone(prompt, 3, target)
+    for ahead in (0, 1):
+        draft = kind if kind in ("ngram", "none") else random_model(0, target.config, noise=0.05 * (kind == "near"))
+        texts, rounds = decode(draft, K, [prompt, prompt[:4]], 40, target=target, S=1024, ahead=ahead)
+        assert texts == plain and all(new <= K + 1 for step in rounds for new, _ in step)
+
+
+def test_rows_that_begin_far_apart_near_the_end_of_the_cache():
+    """Row 1 is fed from 0 while row 0 needs five tokens more.  Killed: prefill's chunks run past the last slot."""
+    text = torch.randint(0, V, (430,), generator=torch.Generator().manual_seed(4)).tolist()
+    state, drafter = make_state(TARGET, 2, 440, 3), None
+    drafter = make_drafter("self", 3, 2, state.tokens.shape[1])
+    decode(None, 3, [text[:420], [1]], 2, state=state, drafter=drafter)
+    texts, rounds = decode(None, 3, [text[:425], text[:400]], 9, state=state, drafter=drafter)
+    assert texts == [greedy_alone(text[:425], 9), greedy_alone(text[:400], 9)] and rounds == [[(4, 3)] * 2] * 2
+
+
+def test_a_draft_cache_has_no_hole():
+    """After a turn without new tokens, after another drafter's turn, beside a row that never begins.  Killed: start()
+    skipped when nothing is generated; what another drafter was fed taken for this one's; slot -1 of a one-token prompt."""
+    prompt = prompts_for(1)[0] * 6
+    state, drafter = make_state(TARGET, 1, 200, 3), None
+    drafter = make_drafter("self", 3, 1, state.tokens.shape[1])
+    assert decode(None, 3, [prompt], 0, state=state, drafter=drafter)[0] == [[]]
+    assert decode(None, 3, [prompt + [1, 2]], 9, state=state, drafter=drafter)[1] == [[(4, 3)]] * 2
+    decode("none", 0, [prompt + [1, 2, 3] * 5], 9, state=state)
+    assert decode(None, 3, [prompt + [1, 2, 3] * 5 + [4]], 9, state=state, drafter=drafter)[1] == [[(4, 3)]] * 2
+    assert decode("near", 3, [[1], [2, 3]], [0, 5])[0] == [[], greedy_alone([2, 3], 5)]
+
+
+@pytest.mark.parametrize("prompts, new, S, says", [([[1] * 100], 40, 192, "100 prompt .* 40 new .* room for 128"),
+                                                   ([[]], 4, 192, "0 prompt"), ([[V]], 4, 192, f"token id {V}"),
+                                                   ([[1], [2]], 4, 192, "2 prompts")])
+def test_generate_refuses_what_does_not_fit(prompts, new, S, says):
+    state = State(KVCache(TARGET.config, 1, S), 1, S)
+    with pytest.raises(ValueError, match=says):
+        decode("none", 0, prompts, new, state=state)
