@@ -143,7 +143,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def materialized(x: Tensor) -> Tensor:
     """x, written to memory.  Without it Inductor would recompute what x comes from for each output that reads it."""
-    x = x.contiguous()                      # as_strided reads the storage: a slice would give its neighbours' numbers
+    x = x.contiguous()                      # as_strided is about storage, and a slice has none of its own
     return x.as_strided(x.shape, x.stride())
 
 

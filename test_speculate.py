@@ -11,7 +11,7 @@ from generate import generate as engine_generate
 from generate import make_state
 from model import KVCache
 from sample import Sampling
-from speculate import Draft, State, Tree, accept_matched, accept_sampled
+from speculate import Draft, State, Tree, accept_matched, accept_sampled, speculate
 
 KINDS = ["ngram", *DRAFTS]
 
@@ -284,10 +284,13 @@ def test_draft_with_a_shorter_context_goes_plain_past_it():
     """Killed: `valid` left out (its guesses past the context would count as tried); plain rounds never reached."""
     draft, prompts, tried = random_model(0, config(context=20)), prompts_for(2), []
     drafter, state = make_drafter(draft, 3, 2, 192), State(KVCache(TARGET.config, 2, 192), 2, 192)
-    for new, kept, could in engine_generate(TARGET, drafter, state, Sampling(2), prompts, [40, 40]):
+    drafters = []
+    step = lambda target, drafter, *rest: (drafters.append(drafter.nodes), speculate(target, drafter, *rest))[1]
+    for new, kept, could in engine_generate(TARGET, drafter, state, Sampling(2), prompts, [40, 40], step):
         tried.append(could)
         assert all(k == min(c, len(ids)) for ids, k, c in zip(new, kept, could))    # what it does guess is right
     assert tried[1] == [3, 3] and any(0 < sum(could) < 6 for could in tried) and tried[-1] == [0, 0]
+    assert drafters[0] == 3 and drafters[-1] == 0
     texts, rounds = decode(draft, 3, prompts, 40)
     assert texts == [greedy_alone(prompt, 40) for prompt in prompts]
     assert rounds[0] == [(4, 3)] * 2 and rounds[-1][1] == (1, 0)      # row 1 ends last: it went plain first
