@@ -90,6 +90,7 @@ def decode(target, drafter, state, sampling, ids, max_new, step) -> tuple[float,
     return time.perf_counter() - start, tokens, rounds
 
 
+@torch.no_grad()
 def measure(target, tokens, template, options) -> list[dict]:
     """One row for each (drafter, K, kind of prompt): tokens/s, speed-up measured and predicted."""
     prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]

@@ -4,6 +4,7 @@ Follow one token: main -> generate -> speculate -> drafter.propose -> verify -> 
 """
 import argparse
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -341,6 +342,9 @@ def main(argv=None) -> int:
     except ValueError as error:
         note("generate.py: " + " ".join(str(error).splitlines()))
         return 2
+    except BrokenPipeError:                 # whoever read the text has gone, as in | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:               # while loading or compiling: there is no text to keep
         return 130
     except RuntimeError as error:

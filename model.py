@@ -297,5 +297,5 @@ def load_model(folder, device="cpu", dtype=None) -> Transformer:
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
         return build(config, load_file(path), device, dtype)
-    except (FileNotFoundError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}. Convert the checkpoint again") from None
