@@ -18,12 +18,15 @@ from model import KVCache, load_model, read_config
 from sample import Sampling
 from speculate import accept_matched, accept_sampled, commit, verify
 
-TEXT = """The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, wiped
-the salt from the great lens and wrote the weather in his book: wind from the north, light rain, three ships to the east. Then
-he put out the lamp, boiled water for his tea and sat by the window until the sun stood above the sea."""
+TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "
+        "wiped\nthe salt from the great lens and wrote the weather in his book: wind from the north, light rain, three "
+        "ships to the east. Then\nhe put out the lamp, boiled water for his tea and sat by the window until the sun "
+        "stood above the sea.")
 PROMPTS = {     # what the text repeats decides what prompt lookup is worth: measure both ends
-    "copy": [f"Repeat the following text exactly, word for word:\n\n{TEXT}", f"Copy this text without any change: {TEXT}"],
-    "free": ["Write a short story about a fox who learns to read music.", "Explain to a ten-year-old why the sky is blue."],
+    "copy": [f"Repeat the following text exactly, word for word:\n\n{TEXT}",
+             f"Copy this text without any change: {TEXT}"],
+    "free": ["Write a short story about a fox who learns to read music.",
+             "Explain to a ten-year-old why the sky is blue."],
 }
 
 
@@ -34,7 +37,8 @@ def drafter_for(name: str, K: int, target, state):
     if name == "ngram":
         return NgramDraft(K)
     weight = target.embed.weight
-    return ModelDraft(target, KVCache(target.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)
+    cache = KVCache(target.config, *state.tokens.shape, weight.device, weight.dtype)
+    return ModelDraft(target, cache, K, target.config.tokens)
 
 
 def timed(function, *args) -> float:
@@ -103,35 +107,42 @@ def measure(target, tokens, template, options) -> list[dict]:
         start = time.perf_counter()
         warm_up(step, target, drafter, state, sampling, 256)
         setups[name, K] = drafter, state, parts(target, drafter, state, sampling)
-        print(f"compiled {name} K={K} and its parts in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - start
+        print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)
     torch.compiler.set_stance("fail_on_recompile")
     cost = median_ms({(*setup, part): f for setup, (_, _, fs) in setups.items() for part, f in fs.items()})
-    runs = {}
+    runs = {(*setup, kind): [] for kind in prompts for setup in setups}
     for _ in range(options.turns):
-        for kind, texts in prompts.items():
-            for setup, (drafter, state, _) in setups.items():
-                runs.setdefault((*setup, kind), []).append(
-                    [sum(x) for x in zip(*(decode(target, drafter, state, sampling, ids, options.max_new_tokens, step) for ids in texts))])
+        for (*setup, kind), turns in runs.items():
+            drafter, state, _ = setups[tuple(setup)]
+            results = [decode(target, drafter, state, sampling, ids, options.max_new_tokens, step) for ids in prompts[kind]]
+            turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of both prompts
+    return table(runs, cost)
+
+
+def table(runs: dict, cost: dict) -> list[dict]:
     rows = []
     for (name, K, kind), turns in runs.items():
         speeds = [n / s for s, n, _ in turns]
-        ratios = [speed / (n0 / s0) for speed, (s0, n0, _) in zip(speeds, runs["none", 0, kind])]      # within one turn
+        ratios = [speed / (n0 / s0) for speed, (s0, n0, _) in zip(speeds, runs["none", 0, kind])]   # within one turn
         per_round = turns[0][1] / turns[0][2]
         draft, check, accept = (cost[name, K, part] for part in ("draft", "verify", "accept"))
         plain = sum(cost["none", 0, part] for part in ("draft", "verify", "accept"))
-        rows.append({"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds), "tokens_per_round": per_round,
-                     "acceptance": (per_round - 1) / K if K else None, "draft_ms": draft, "verify_ms": check, "accept_ms": accept,
+        rows.append({"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds),
+                     "tokens_per_round": per_round, "acceptance": (per_round - 1) / K if K else None,
+                     "draft_ms": draft, "verify_ms": check, "accept_ms": accept,
                      "speedup": statistics.median(ratios), "predicted": per_round * plain / (draft + check + accept)})
     return rows
 
 
 def show(rows: list[dict]):
-    print("| draft | K | prompts | tokens/s | tokens per round | kept | draft ms | verify ms | accept ms | speed-up | predicted |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    names = "draft", "K", "prompts", "tokens/s", "tokens per round", "kept", "draft ms", "verify ms", "accept ms"
+    print("| " + " | ".join((*names, "speed-up", "predicted")) + " |\n" + "|---" * 11 + "|")
     for r in rows:
         kept = "–" if r["acceptance"] is None else f"{r['acceptance']:.0%}"
-        print(f"| {r['draft']} | {r['k']} | {r['prompts']} | {r['tokens_per_s']:.1f} | {r['tokens_per_round']:.2f} | {kept} | "
-              f"{r['draft_ms']:.1f} | {r['verify_ms']:.1f} | {r['accept_ms']:.2f} | {r['speedup']:.2f} | {r['predicted']:.2f} |")
+        print(f"| {r['draft']} | {r['k']} | {r['prompts']} | {r['tokens_per_s']:.1f} | {r['tokens_per_round']:.2f} | {kept} "
+              f"| {r['draft_ms']:.1f} | {r['verify_ms']:.1f} | {r['accept_ms']:.2f} "
+              f"| {r['speedup']:.2f} | {r['predicted']:.2f} |")
 
 
 def main():
@@ -152,8 +163,8 @@ def main():
     target = load_model(options.target, options.device, getattr(torch, options.dtype) if options.dtype else None)
     tokens, template = tokenizers.load(options.target), read_config(options.target)["chat_template"]
     rows = measure(target, tokens, template, options)
-    about = {"torch": torch.__version__, "device": str(options.device), "dtype": str(target.embed.weight.dtype)[6:], "batch": 1,
-             "temperature": options.temperature, "threads": options.threads, "new_tokens": options.max_new_tokens,
+    about = {"torch": torch.__version__, "device": str(options.device), "dtype": str(target.embed.weight.dtype)[6:],
+             "batch": 1, "temperature": options.temperature, "threads": options.threads, "new_tokens": options.max_new_tokens,
              "turns": options.turns, "target": str(options.target)}
     print(", ".join(f"{key} {value}" for key, value in about.items()) + "\n")
     show(rows)

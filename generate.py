@@ -22,7 +22,7 @@ from speculate import State, accept_matched, commit, speculate
 DEFAULT_TARGET = Path(__file__).parent / "models" / "smollm2-135m"
 
 
-# ---- the engine's loop -------------------------------------------------------------------------------------------------
+# ---- the engine's loop ----------------------------------------------------------------------------------------------
 
 def slots(need: int) -> int:
     """Caches and their views come in powers of two from 512: each is a compiled graph, found again on disk."""
@@ -42,7 +42,7 @@ def make_state(target, B: int, length: int, nodes: int, eos=()) -> State:
 
 def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int]) -> list[list[int]]:
     """Feed the prompts and draw each row's first token.  What the caches already hold of a prompt is not fed again."""
-    known = state.pos - 1 if state.drafter is drafter else state.pos * 0        # a draft's cache may lack its newest token
+    known = state.pos - 1 if state.drafter is drafter else state.pos * 0    # a draft's cache may lack its newest
     fed = [tokens[:max(n, 0)] for tokens, n in zip(state.tokens.tolist(), known.tolist())]
     common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
               for old, ids in zip(fed, prompts)]
@@ -73,12 +73,12 @@ def generate(target, drafter, state: State, sampling, prompts: list[list[int]], 
     yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B, [0] * B
     # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at
     # most one round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
-    ahead, in_flight = int(state.tokens.is_cuda) if ahead is None else ahead, deque()
+    ahead, in_flight, most = int(state.tokens.is_cuda) if ahead is None else ahead, deque(), drafter.nodes + 1
     lengths, going = state.pos.tolist(), state.live.tolist()
     while any(going):
         if min(n for n, live in zip(lengths, going) if live) >= getattr(drafter, "context", S):
             drafter = NoDraft()                                                 # no row has positions it can guess at
-        state.span = min(S, slots(max(lengths) + (len(in_flight) + 2) * (drafter.nodes + 1)))
+        state.span = min(S, slots(max(lengths) + (len(in_flight) + 2) * most))
         out, *counts = step(target, drafter, state, sampling)
         in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (*counts, state.live, state.pos)], 1)))
         if len(in_flight) > ahead:
@@ -129,7 +129,7 @@ def warm_up(step, target, drafter, state: State, sampling, length: int):
     state.pos.fill_(-1)
 
 
-# ---- the command line --------------------------------------------------------------------------------------------------
+# ---- the command line -----------------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -139,20 +139,25 @@ class Parser(argparse.ArgumentParser):
 def options(argv=None) -> argparse.Namespace:
     parser = Parser(description="Speculative decoding: what the target alone would write, sooner.")
     add = parser.add_argument
-    add("--target", metavar="DIR", default=DEFAULT_TARGET, help="folder made by convert_weights.py (default: %(default)s)")
-    add("--draft", metavar="none|ngram|DIR", default="ngram", help="who guesses: nobody, prompt lookup, or a smaller model")
+    add("--target", metavar="DIR", default=DEFAULT_TARGET,
+        help="folder made by convert_weights.py (default: %(default)s)")
+    add("--draft", metavar="none|ngram|DIR", default="ngram",
+        help="who guesses: nobody, prompt lookup (default), or a smaller model")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: each is a row of the batch; - reads stdin")
+    add("--prompt", action="append", default=[], metavar="TEXT",
+        help="repeatable: each is a row of the batch; - reads stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line")
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 is off")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that hold P of the mass; 1 is off")
+    add("--top-p", type=float, default=1.0, metavar="P",
+        help="keep the most likely tokens that hold P of the mass; 1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one's probability")
     add("--seed", type=int, default=0, metavar="S", help="row i draws with seed S + i")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     chat = parser.add_mutually_exclusive_group()
-    chat.add_argument("--chat", action="store_true", default=None, help="use the model's chat template (default if it has one)")
+    chat.add_argument("--chat", action="store_true", default=None,
+                      help="use the model's chat template (default if it has one)")
     chat.add_argument("--raw", action="store_false", dest="chat", help="continue the prompt as it stands")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
@@ -335,7 +340,8 @@ def main(argv=None) -> int:
         config = read_config(args.target)
         tokens, template = tokenizers.load(args.target), config.get("chat_template")
         if (args.chat or args.interactive) and not template:
-            raise ValueError(f"{args.target} has no chat template: " + ("use --prompt" if args.interactive else "use --raw"))
+            remedy = "use --prompt" if args.interactive else "use --raw"
+            raise ValueError(f"{args.target} has no chat template: {remedy}")
         args.chat = bool(template) if args.chat is None else args.chat
         target = load_model(args.target, args.device, getattr(torch, args.dtype) if args.dtype else None)
         return (run_chat if args.interactive else run_prompts)(args, target, tokens, template)

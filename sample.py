@@ -86,7 +86,7 @@ def draw(weights: Tensor, race: Tensor) -> Tensor:
     return (weights / race).argmax(-1)
 
 
-# ---- keyed noise ---------------------------------------------------------------------------------------------------
+# ---- keyed noise ----------------------------------------------------------------------------------------------------
 
 def uniform(seed: Tensor, role: int, position: Tensor) -> Tensor:
     """One float32 in (0, 1) for each element of seed and position (one shape)."""

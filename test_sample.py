@@ -83,7 +83,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
     assert ((race / exact - 1).abs() < 1e-6).all()
 
 
-# ---- noise -------------------------------------------------------------------------------------------------------------
+# ---- noise ----------------------------------------------------------------------------------------------------------
 
 def chi_square_p(counts) -> float:
     expected = counts.sum() / len(counts)
