@@ -43,7 +43,8 @@ def enumerate_law(settings) -> torch.Tensor:
     """P(second, third, fourth token | prompt) of the target alone (V**3,), each prefix recomputed from nothing."""
     joint, prefixes = torch.ones(1, dtype=torch.float64), [PROMPT]
     for _ in range(4):
-        law = torch.tensor([plain_law(row, **settings) for row in logits_alone(TARGET, prefixes).tolist()], dtype=torch.float64)
+        rows = [plain_law(row, **settings) for row in logits_alone(TARGET, prefixes).tolist()]
+        law = torch.tensor(rows, dtype=torch.float64)
         joint = (joint[:, None] * law).flatten()
         prefixes = [ids + [token] for ids in prefixes for token in range(V)]
     return joint.view(V, -1).sum(0)
@@ -113,7 +114,8 @@ class Sampler:
         state.pos.fill_(1)
         state.limit.fill_(5)
         state.live.fill_(True)
-        n, out, _ = accept_matched(state.tokens[:, :0], None, probs(TARGET.head(self.last), sampling), sampling.seed, state.pos)
+        p = probs(TARGET.head(self.last), sampling)
+        n, out, _ = accept_matched(state.tokens[:, :0], None, p, sampling.seed, state.pos)
         commit(state, out, n)
         while state.live.any():
             step(TARGET, self.drafter, state, sampling)
@@ -145,10 +147,11 @@ MUTANTS = {
     "acceptance ignores q": ("speculate", "u * q_x < p_x", "u < p_x"),
     "the bonus token keeps the last q": ("speculate", "q_n * (n < valid)[:, None]", "q_n"),
     "acceptance shares the draft's noise": ("speculate", "uniform(seed[:, None], ACCEPT,", "uniform(seed[:, None], 0,"),
-    "the residual shares the draft's noise": ("speculate", "exponential(seed, TARGET, pos + 1 + n,", "exponential(seed, 0, pos + 1 + n,"),
-    "the residual shares the verdict's noise": ("speculate", "exponential(seed, TARGET, pos + 1 + n,", "exponential(seed, ACCEPT, pos + 1 + n,"),
-    "all nodes share one position's noise": ("speculate", "depth = pos[:, None] + 1 + (step if tree is None else tree.depth)",
-                                             "depth = pos[:, None] + 1 + 0 * step"),
+    "the residual shares the draft's noise": ("speculate", "exponential(seed, TARGET, pos + 1 + n,",
+                                              "exponential(seed, 0, pos + 1 + n,"),
+    "the residual shares the verdict's noise": ("speculate", "exponential(seed, TARGET, pos + 1 + n,",
+                                                "exponential(seed, ACCEPT, pos + 1 + n,"),
+    "all nodes share one position's noise": ("speculate", "+ 1 + (step if tree is None else tree.depth)", "+ 1 + 0 * step"),
     "q is not the distribution drawn from": ("drafts", "draw(q[-1], race[:, i:i + 1])", "q[-1].argmax(-1)"),
     "after the valid guesses the bonus token keeps a q": ("speculate", "(n < valid)[:, None]", "(n < K)[:, None]"),
     "a guess past a rejection is kept": ("speculate", "n = keep.long().cumprod(1).sum(1)", "n = keep.long().sum(1)"),
