@@ -130,7 +130,7 @@ def answer(models, said: list[str], max_new=30, target="target") -> str:
     max_new = min(max_new, model.config.context - len(ids))
     state = cli.make_state(model, 1, len(ids) + max_new, 0, tokens.eos)
     rounds = cli.generate(model, cli.NoDraft(), state, cli.Sampling(1), [ids], [max_new])
-    return tokens.decode([i for new, _ in rounds for i in new[0]])
+    return tokens.decode([i for new, _, _ in rounds for i in new[0]])
 
 
 # ---- refusals
