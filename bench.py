@@ -159,7 +159,6 @@ def main():
     add("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.device = torch.device(options.device)
     target = load_model(options.target, options.device, getattr(torch, options.dtype) if options.dtype else None)
     tokens, template = tokenizers.load(options.target), read_config(options.target)["chat_template"]
     rows = measure(target, tokens, template, options)
