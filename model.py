@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-FEW_ROWS = 12   # rows up to which linear() sums them one by one on the CPU
+FEW_ROWS = 12   # rows up to which linear() sums them one by one on the CPU; also the sums it keeps going at once
 CHUNK = 64      # tokens fed at once in prefill: the caches need that much room past the prompt
 ROPE_SCALING = {"linear": ["factor"],       # the kinds, and the numbers each needs
                 "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
@@ -136,7 +136,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
         return F.linear(x, weight, bias)
     flat = materialized(x.reshape(rows, -1).float())
-    y = torch.stack([(weight * flat[i]).sum(-1) for i in range(rows)])
+    # One sum waits for its own last addition.  The weights are read in up to four streams, so that others go on.
+    streams = next(n for n in (4, 2, 1) if n * rows <= FEW_ROWS and len(weight) % n == 0)
+    y = torch.stack([(part * flat[i]).sum(-1) for i in range(rows) for part in weight.chunk(streams)])
+    y = y.view(rows, -1)
     y = materialized(y if bias is None else y + bias).to(weight.dtype)
     return y.view(*x.shape[:-1], -1)
 
@@ -182,13 +185,13 @@ class Block(nn.Module):
         self.down = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     @torch.compiler.nested_compile_region       # lowered once for all layers: 44 s of compiling instead of 125 s
-    def forward(self, x, cos, sin, mask, slots, k_cache, v_cache):
+    def forward(self, x, cos, sin, bias, slots, k_cache, v_cache):
         """x (B, T, dim) -> the same; writes its keys and values to slots (B, T) of k_cache, v_cache (B, G, S, D)."""
-        x = x + self.attention(self.attn_norm(x), cos, sin, mask, slots, k_cache, v_cache)
+        x = x + self.attention(self.attn_norm(x), cos, sin, bias, slots, k_cache, v_cache)
         y = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    def attention(self, x, cos, sin, mask, slots, k_cache, v_cache):
+    def attention(self, x, cos, sin, bias, slots, k_cache, v_cache):
         B, T, _ = x.shape
         H, G, D = self.c.heads, self.c.kv_heads, self.c.head_dim
         q = self.q(x).view(B, T, H, D)
@@ -200,11 +203,10 @@ class Block(nn.Module):
         rows = torch.arange(B, device=x.device)[:, None]
         k_cache[rows, :, slots] = k.transpose(1, 2)         # integer indices: scatter_ would clone the whole cache
         v_cache[rows, :, slots] = v
-        span = mask.shape[-1]                               # slots that can hold anything yet: the rest is not read
+        span = bias.shape[-1]                               # slots that can hold anything yet: the rest is not read
         # The H/G query heads that share a key head become rows beside T: no copy of the cache per query head.
         q = q.reshape(B, G, H // G * T, D)
-        mask = mask[:, None].repeat(1, 1, H // G, 1)        # (B, 1, H/G * T, span)
-        y = F.scaled_dot_product_attention(q, k_cache[:, :, :span], v_cache[:, :, :span], attn_mask=mask)
+        y = F.scaled_dot_product_attention(q, k_cache[:, :, :span], v_cache[:, :, :span], attn_mask=bias)
         return self.o(y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
 
 
@@ -226,11 +228,13 @@ class Transformer(nn.Module):
         offset = torch.arange(T, device=tokens.device)
         angle = (pos[:, None] + (offset if depth is None else depth)).float()[:, None, :, None] * self.freq
         cos, sin = angle.cos(), angle.sin()                                     # (B, 1, T, D/2) float32
-        mask, slots = visible(pos, T, span, sees), pos[:, None] + offset
-        x = self.embed(tokens)
+        x, slots = self.embed(tokens), pos[:, None] + offset
+        # What attention adds to its scores, made once for all layers: (B, 1, H/G * T, span), see Block.attention.
+        bias = torch.where(visible(pos, T, span, sees), 0.0, -math.inf).to(x.dtype)
+        bias = bias[:, None].repeat(1, 1, self.config.heads // self.config.kv_heads, 1)
         tapped = []
         for i, block in enumerate(self.layers):
-            x = block(x, cos, sin, mask, slots, *cache.layer(i))
+            x = block(x, cos, sin, bias, slots, *cache.layer(i))
             if i in taps:
                 tapped.append(x)
         return self.norm(x), torch.cat(tapped, -1) if tapped else x[..., :0]
