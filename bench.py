@@ -1,22 +1,18 @@
-"""Is speculation faster than plain decoding here, and why?   python bench.py
-
-Every number is taken in one process, configurations in turns, medians over the turns: machines are shared and drift.
-The baseline is this engine, compiled, with nothing drafted.
-"""
+"""Is speculation faster than plain decoding here, and why?   python bench.py"""
 import argparse
 import json
-import statistics
 import sys
-import time
+from pathlib import Path
 
 import torch
 
+import bench_gpu
+import bench_peers
 import tokenizer as tokenizers
-from drafts import ModelDraft, NgramDraft, NoDraft
-from generate import DEFAULT_TARGET, compile_round, generate, make_state, slots, warm_up
-from model import KVCache, load_model, read_config
-from sample import Sampling
-from speculate import accept_matched, accept_sampled, commit, verify
+from bench_measure import curve, measure
+from bench_shapes import DRAFT_OF, SHAPES, Pair
+from generate import DEFAULT_TARGET
+from model import load_model, read_config
 
 TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "
         "wiped\nthe salt from the great lens and wrote the weather in his book: wind from the north, light rain, three "
@@ -30,147 +26,164 @@ PROMPTS = {     # what the text repeats decides what prompt lookup is worth: mea
 }
 
 
-def drafter_for(name: str, K: int, target, state):
-    """none, ngram, or self: the target as its own draft model, which is always right and never worth it."""
-    if name == "none":
-        return NoDraft()
-    if name == "ngram":
-        return NgramDraft(K)
-    weight = target.embed.weight
-    cache = KVCache(target.config, *state.tokens.shape, weight.device, weight.dtype)
-    return ModelDraft(target, cache, K, target.config.tokens)
+# ---- tables and pictures ---------------------------------------------------------------------------------------------
 
-
-def timed(function, *args) -> float:
-    start = time.perf_counter()
-    out = function(*args)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    del out
-    return time.perf_counter() - start
-
-
-def median_ms(functions: dict, turns: int = 15) -> dict:
-    """Milliseconds of each function, called in turns."""
-    times = {name: [] for name in functions}
-    for _ in range(turns):
-        for name, function in functions.items():
-            times[name].append(timed(function))
-    return {name: 1e3 * statistics.median(t) for name, t in times.items()}
-
-
-@torch.no_grad()
-def parts(target, drafter, state, sampling) -> dict:
-    """The round's three parts, each compiled by itself, as functions to time: propose, verify, accept and commit."""
-    compiled = lambda f: torch.compile(f, mode="max-autotune", fullgraph=True, dynamic=False)
-    state.span = slots(64)
-
-    def accept(draft, p):
-        chosen = draft.q is None
-        n, out = (accept_matched(draft.tokens, None, p, sampling.seed, state.pos)[:2] if chosen else
-                  accept_sampled(draft.tokens, draft.q, p, sampling.seed, state.pos))
-        return commit(state, out, n)
-
-    propose, check, keep = compiled(drafter.propose), compiled(verify), compiled(accept)
-    state.pos.fill_(40)                                         # no row is live: commit writes, and nothing moves
-    draft = drafter.propose(state, sampling)
-    p, _ = verify(target, state, draft, sampling)
-    functions = {"draft": lambda: propose(state, sampling), "verify": lambda: check(target, state, draft, sampling),
-                 "accept": lambda: keep(draft, p)}
-    for function in functions.values():
-        function()
-    return functions
-
-
-def decode(target, drafter, state, sampling, ids, max_new, step) -> tuple[float, int, int]:
-    """-> seconds after the first token, tokens after it, rounds."""
-    state.pos.fill_(-1)                                         # every run feeds its whole prompt
-    rounds, tokens, start = 0, 0, None
-    for new, _, _ in generate(target, drafter, state, sampling, [ids], [max_new], step):
-        if start is None:
-            start = time.perf_counter()
-        else:
-            rounds, tokens = rounds + 1, tokens + len(new[0])
-    return time.perf_counter() - start, tokens, rounds
-
-
-@torch.no_grad()
-def measure(target, tokens, template, options) -> list[dict]:
-    """One row for each (drafter, K, kind of prompt): tokens/s, speed-up measured and predicted."""
-    prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
-               for kind, texts in PROMPTS.items()}
-    length = max(len(ids) for kind in prompts.values() for ids in kind) + options.max_new_tokens
-    step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
-    for name, K in [("none", 0)] + [("ngram", K) for K in options.k] + [("self", K) for K in options.k[:1]]:
-        state = make_state(target, 1, length, K, tokens.eos)
-        drafter = drafter_for(name, K, target, state)
-        start = time.perf_counter()
-        warm_up(step, target, drafter, state, sampling, 256)
-        setups[name, K] = drafter, state, parts(target, drafter, state, sampling)
-        seconds = time.perf_counter() - start
-        print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)
-    torch.compiler.set_stance("fail_on_recompile")
-    cost = median_ms({(*setup, part): f for setup, (_, _, fs) in setups.items() for part, f in fs.items()})
-    runs = {(*setup, kind): [] for kind in prompts for setup in setups}
-    for _ in range(options.turns):
-        for (*setup, kind), turns in runs.items():
-            drafter, state, _ = setups[tuple(setup)]
-            results = [decode(target, drafter, state, sampling, ids, options.max_new_tokens, step) for ids in prompts[kind]]
-            turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of both prompts
-    return table(runs, cost)
-
-
-def table(runs: dict, cost: dict) -> list[dict]:
-    rows = []
-    for (name, K, kind), turns in runs.items():
-        speeds = [n / s for s, n, _ in turns]
-        ratios = [speed / (n0 / s0) for speed, (s0, n0, _) in zip(speeds, runs["none", 0, kind])]   # within one turn
-        per_round = turns[0][1] / turns[0][2]
-        draft, check, accept = (cost[name, K, part] for part in ("draft", "verify", "accept"))
-        plain = sum(cost["none", 0, part] for part in ("draft", "verify", "accept"))
-        rows.append({"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds),
-                     "tokens_per_round": per_round, "acceptance": (per_round - 1) / K if K else None,
-                     "draft_ms": draft, "verify_ms": check, "accept_ms": accept,
-                     "speedup": statistics.median(ratios), "predicted": per_round * plain / (draft + check + accept)})
-    return rows
-
-
-def show(rows: list[dict]):
-    names = "draft", "K", "prompts", "tokens/s", "tokens per round", "kept", "draft ms", "verify ms", "accept ms"
-    print("| " + " | ".join((*names, "speed-up", "predicted")) + " |\n" + "|---" * 11 + "|")
+def best(rows: list[dict]) -> list[dict]:
+    """Of each drafter and kind of prompt the fastest K."""
+    top = {}
     for r in rows:
-        kept = "–" if r["acceptance"] is None else f"{r['acceptance']:.0%}"
-        print(f"| {r['draft']} | {r['k']} | {r['prompts']} | {r['tokens_per_s']:.1f} | {r['tokens_per_round']:.2f} | {kept} "
-              f"| {r['draft_ms']:.1f} | {r['verify_ms']:.1f} | {r['accept_ms']:.2f} "
-              f"| {r['speedup']:.2f} | {r['predicted']:.2f} |")
+        key = r["prompts"], r["draft"]
+        if key not in top or r["speedup"] > top[key]["speedup"]:
+            top[key] = r
+    return list(top.values())
 
 
-def main():
+def show(rows: list[dict], columns: dict[str, tuple]):
+    """A Markdown table: {key of a row: (heading, format)}."""
+    print("| " + " | ".join(heading for heading, _ in columns.values()) + " |\n" + "|---" * len(columns) + "|")
+    for r in rows:
+        print("| " + " | ".join("–" if r[k] is None else format(r[k], f) for k, (_, f) in columns.items()) + " |")
+    print(flush=True)
+
+
+TABLE = {"draft": ("draft", ""), "k": ("K", ""), "prompts": ("prompts", ""), "tokens_per_s": ("tokens/s", ".1f"),
+         "tokens_per_round": ("tokens per round", ".2f"), "acceptance": ("kept", ".0%"),
+         "draft_step_ms": ("draft step ms", ".1f"), "verify_ms": ("verify ms", ".1f"), "accept_ms": ("accept ms", ".2f"),
+         "parts_ms": ("parts ms", ".1f"), "round_ms": ("round ms", ".1f"),
+         "speedup": ("speed-up", ".2f"), "predicted": ("predicted", ".2f")}
+
+
+CURVE = {"batch": ("batch", ""), "n": ("tokens", ""), "verify_ms": ("verify ms", ".1f"), "ratio": ("of one token", ".2f"),
+         "a_ms": ("a ms", ".1f"), "b_ms": ("b ms", ".2f")}
+
+
+def plot(rows: list[dict], points: list[dict], title: str, file: str):
+    """Speed-up against K, and the curve where it was measured, as a picture."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    left, right = figure.subplots(1, 2)
+    for name, kind in dict.fromkeys((r["draft"], r["prompts"]) for r in rows if r["k"]):
+        line = sorted((r["k"], r["speedup"]) for r in rows if (r["draft"], r["prompts"]) == (name, kind))
+        left.plot(*zip(*line), marker="o", label=f"{name}, {kind}")
+    left.axhline(1, color="grey", linewidth=1)
+    left.set(xlabel="K, guesses a round", ylabel="speed-up over plain decoding")
+    for B in dict.fromkeys(p["batch"] for p in points):
+        right.plot(*zip(*((p["n"], p["ratio"]) for p in points if p["batch"] == B)), marker=".", label=f"batch {B}")
+    right.set(xlabel="n, tokens scored in one pass", ylabel="T(n) / T(1)")
+    for axes in (left, right):
+        if axes.lines[1:] or axes is right and points:
+            axes.legend()
+    figure.savefig(file)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+def main(argv=None) -> int:
+    try:
+        return run(options(argv))
+    except ValueError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+
+
+def options(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--target", default=DEFAULT_TARGET, metavar="DIR")
-    add("-k", type=int, nargs="+", default=[4, 8], metavar="K", help="guesses a round to measure (default 4 8)")
+    add("--draft", metavar="DIR", help="also measure this draft model")
+    add("--shape", choices=DRAFT_OF, metavar="NAME", help=f"random weights of real geometry: {', '.join(DRAFT_OF)}")
+    add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
+    add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
+    add("-k", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K", help="guesses a round to measure (default 1 2 4 8)")
+    add("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
+    add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B", help="batch sizes of --curve (default 1 2 4 8)")
+    add("--most", type=int, default=16, metavar="N", help="tokens up to which --curve goes (default 16)")
+    add("--peers", action="store_true", help="llama.cpp and transformers on the same weights, instead of drafters")
+    add("--gpu-check", action="store_true", help="the one script for a GPU: correctness, then speed, in 8 minutes")
     add("--max-new-tokens", type=int, default=96, metavar="N")
     add("--turns", type=int, default=3, metavar="N", help="times every configuration is measured (default 3)")
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", type=float, help="default 0; with --shape 1, because random weights soon loop without chance")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16", "float16"))
-    add("--json", metavar="FILE", help="also write the rows there")
-    options = parser.parse_args()
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
+    add("--all", action="store_true", help="print every K, not only the best")
+    add("--json", metavar="FILE", help="also write every row there")
+    add("--plot", metavar="FILE", help="draw speed-up against K, or the curve, to this PNG (needs matplotlib)")
+    args = parser.parse_args(argv)
+    for name, least in (("max_new_tokens", 2), ("turns", 1), ("threads", 1), ("most", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
+    if bad := [k for k in (*args.k, *args.batch) if not 1 <= k <= 64]:
+        raise ValueError(f"{bad[0]} is not a number of guesses or rows: 1 to 64")
+    if not args.shape and (args.draft_shape or args.agreement):
+        raise ValueError("--agreement and --draft-shape need --shape: real weights agree as they do")
+    if args.plot:
+        try:
+            import matplotlib       # noqa: F401
+        except ImportError:
+            raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    if args.peers and args.temperature:
+        raise ValueError(f"--peers is greedy: leave out --temperature {args.temperature}")
+    args.temperature = 0.0 if args.peers else args.temperature
+    args.temperature = float(bool(args.shape)) if args.temperature is None else args.temperature
+    args.dtype = getattr(torch, args.dtype or ("float32" if args.device.type == "cpu" else "bfloat16"))
+    return args
+
+
+def load(options):
+    """-> target, draft or None, {kind: [ids]}, end ids, what the output says about the weights."""
+    if options.shape:
+        pair = Pair(options.shape, options.draft_shape or DRAFT_OF[options.shape], options.device, options.dtype)
+        measured = pair.agree(options.agreement or 0.8, temperature=options.temperature)
+        g = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, pair.target.config.vocab_size, (2, 64), generator=g).tolist()
+        return pair.target, pair.draft, {"random": ids}, (), (
+            f"synthetic weights, {options.shape} with draft {options.draft_shape or DRAFT_OF[options.shape]}, "
+            f"agreement {measured:.2f}")
+    target, tokens = load_model(options.target, options.device, options.dtype), tokenizers.load(options.target)
+    draft = load_model(options.draft, options.device, options.dtype) if options.draft else None
+    template = read_config(options.target)["chat_template"]
+    prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
+               for kind, texts in PROMPTS.items()}
+    return target, draft, prompts, tokens.eos, f"{Path(options.target).name}"
+
+
+def plan(options, draft) -> list[tuple[str, int]]:
+    model = [("draft", K) for K in options.k] if draft is not None else [("self", K) for K in (4,)]
+    return [("none", 0)] + [("ngram", K) for K in options.k] + model
+
+
+def run(options) -> int:
     torch.set_num_threads(options.threads)
-    target = load_model(options.target, options.device, getattr(torch, options.dtype) if options.dtype else None)
-    tokens, template = tokenizers.load(options.target), read_config(options.target)["chat_template"]
-    rows = measure(target, tokens, template, options)
-    about = {"torch": torch.__version__, "device": str(options.device), "dtype": str(target.embed.weight.dtype)[6:],
-             "batch": 1, "temperature": options.temperature, "threads": options.threads, "new_tokens": options.max_new_tokens,
-             "turns": options.turns, "target": str(options.target)}
+    if options.gpu_check:
+        return bench_gpu.check(options)
+    target, draft, prompts, eos, weights = load(options)
+    device = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else str(options.device)
+    about = {"weights": weights, "torch": torch.__version__, "device": device, "dtype": str(options.dtype)[6:], "batch": 1,
+             "temperature": options.temperature, "threads": options.threads, "new_tokens": options.max_new_tokens,
+             "turns": options.turns}
+    rows, points, peers = [], [], []
+    if options.curve:
+        points = curve(target, options.batch, options.most, options)
+    elif options.peers:
+        peers = bench_peers.measure(target, prompts, options)
+    else:
+        rows = measure(target, draft, prompts, eos, options, plan(options, draft))
     print(", ".join(f"{key} {value}" for key, value in about.items()) + "\n")
-    show(rows)
+    if rows:
+        show(rows if options.all else best(rows), TABLE)
+        floor, plain = rows[0]["floor_ms"], rows[0]["round_ms"]
+        print(f"memory floor of a plain round {floor:.1f} ms (bytes read over measured bandwidth): {floor / plain:.0%} of it")
+    show(points, CURVE) if points else None
+    show(peers, bench_peers.TABLE) if peers else None
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+        all_rows = [about | r for r in rows + points + peers]
+        Path(options.json).write_text(json.dumps(all_rows, indent=1) + "\n")
+    if options.plot:
+        plot(rows, points, ", ".join(f"{key} {value}" for key, value in about.items()), options.plot)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The measuring behind bench.py: clocks, a round's parts, decoding in turns, the curve.
+
+Every number is taken in one process, configurations in turns, medians over the turns: machines are shared and drift.
+The baseline is this engine, compiled, with nothing drafted.
+"""
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from drafts import ModelDraft, NgramDraft, NoDraft
+from generate import compile_round, generate, make_state, slots, warm_up
+from model import KVCache
+from sample import Sampling
+from speculate import Draft, State, accept_matched, accept_sampled, commit, verify
+
+PARTS = "draft", "verify", "accept"
+
+
+# ---- clocks ---------------------------------------------------------------------------------------------------------
+
+def timed(function) -> float:
+    start = time.perf_counter()
+    out = function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    del out
+    return time.perf_counter() - start
+
+
+def median_ms(functions: dict, turns: int = 15) -> dict:
+    """Milliseconds of each function, called in turns."""
+    times = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+            times[name].append(timed(function))
+    return {name: 1e3 * statistics.median(t) for name, t in times.items()}
+
+
+def reader(device):
+    """-> (a function that reads memory as fast as anything does here, the bytes it moves)."""
+    if torch.device(device).type == "cpu":
+        numbers = torch.ones(1 << 26)
+        return numbers.sum, numbers.nbytes
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.nbytes
+
+
+def bytes_read(target, state: State) -> int:
+    """What one pass for one token reads at least: every weight once, the cache up to the span.  Of an embedding that is
+    not the output matrix too, only a row."""
+    weights = sum(p.nbytes for p in target.parameters())
+    if target.lm_head is not None:
+        weights -= target.embed.weight.nbytes
+    return weights + sum(b[:, :, :state.span].nbytes for b in state.cache.buffers())
+
+
+# ---- plain against drafted ------------------------------------------------------------------------------------------
+
+@dataclass
+class Setup:
+    """One drafter at one K: what to run, and its round's parts as functions to time."""
+    drafter: object
+    state: State
+    parts: dict
+
+
+def drafter_for(name: str, K: int, target, draft, state):
+    """none, ngram, or a model: `draft`, or the target itself (self), which is always right and never worth it."""
+    if name == "none":
+        return NoDraft()
+    if name == "ngram":
+        return NgramDraft(K)
+    model = target if name == "self" else draft
+    weight = model.embed.weight
+    return ModelDraft(model, KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)
+
+
+def compiled(function):
+    return torch.compile(function, mode="max-autotune", fullgraph=True, dynamic=False)
+
+
+@torch.no_grad()
+def parts(target, drafter, state, sampling) -> dict:
+    """The round's three parts, each compiled by itself, as functions to time: propose, verify, accept and commit."""
+    state.span = slots(64)
+
+    def accept(draft, p):
+        chosen = draft.q is None
+        n, out = (accept_matched(draft.tokens, None, p, sampling.seed, state.pos)[:2] if chosen else
+                  accept_sampled(draft.tokens, draft.q, p, sampling.seed, state.pos))
+        return commit(state, out, n)
+
+    propose, check, keep = compiled(drafter.propose), compiled(verify), compiled(accept)
+    state.pos.fill_(40)                                         # no row is live: commit writes, and nothing moves
+    draft = drafter.propose(state, sampling)
+    p, _ = verify(target, state, draft, sampling)
+    functions = {"draft": lambda: propose(state, sampling), "verify": lambda: check(target, state, draft, sampling),
+                 "accept": lambda: keep(draft, p)}
+    for function in functions.values():
+        for _ in range(3):                                      # a GPU also records its CUDA graph
+            function()
+    return functions
+
+
+def decode(target, setup: Setup, sampling, ids, max_new, step) -> tuple[float, int, int]:
+    """-> seconds after the first token, tokens after it, rounds."""
+    setup.state.pos.fill_(-1)                                   # every run feeds its whole prompt
+    rounds, tokens, start = 0, 0, None
+    for new, _, _ in generate(target, setup.drafter, setup.state, sampling, [ids], [max_new], step):
+        if start is None:
+            start = time.perf_counter()
+        else:
+            rounds, tokens = rounds + 1, tokens + len(new[0])
+    return time.perf_counter() - start, tokens, rounds
+
+
+@torch.no_grad()
+def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
+    """One row for each (drafter, K) of the plan and kind of prompt: prompts is {kind: [ids]}."""
+    length = max(len(ids) for kind in prompts.values() for ids in kind) + options.max_new_tokens
+    step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
+    for name, K in plan:
+        state = make_state(target, 1, length, K, eos)
+        drafter = drafter_for(name, K, target, draft, state)
+        start = time.perf_counter()
+        warm_up(step, target, drafter, state, sampling, length)
+        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling))
+        seconds = time.perf_counter() - start
+        print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)
+    torch.compiler.set_stance("fail_on_recompile")
+    read, moved = reader(options.device)
+    cost = median_ms({(*key, part): f for key, setup in setups.items() for part, f in setup.parts.items()} | {"read": read})
+    runs = {(*key, kind): [] for kind in prompts for key in setups}
+    for _ in range(options.turns):
+        for (*key, kind), turns in runs.items():
+            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, step) for ids in prompts[kind]]
+            turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of all prompts
+    torch.compiler.set_stance("default")
+    floor = cost["read"] * bytes_read(target, setups["none", 0].state) / moved
+    return summary(runs, cost, floor)
+
+
+def summary(runs: dict, cost: dict, floor: float) -> list[dict]:
+    """The speed-up measured, and predicted: tokens per round * T_plain / (T_draft(K) + T_verify(K+1) + T_accept)."""
+    rows, plain = [], sum(cost["none", 0, part] for part in PARTS)
+    for (name, K, kind), turns in runs.items():
+        speeds = [n / s for s, n, _ in turns]
+        ratios = [speed / (n0 / s0) for speed, (s0, n0, _) in zip(speeds, runs["none", 0, kind])]   # within one turn
+        per_round = turns[0][1] / turns[0][2]
+        draft, check, accept = (cost[name, K, part] for part in PARTS)
+        rows.append({"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds),
+                     "tokens_per_round": per_round, "acceptance": (per_round - 1) / K if K else None,
+                     "draft_step_ms": draft / K if K else None, "verify_ms": check, "accept_ms": accept,
+                     "parts_ms": draft + check + accept, "round_ms": 1e3 * statistics.median(s / r for s, _, r in turns),
+                     "speedup": statistics.median(ratios), "predicted": per_round * plain / (draft + check + accept),
+                     "floor_ms": floor})
+    return rows
+
+
+# ---- how nearly free is scoring n tokens? ---------------------------------------------------------------------------
+
+@torch.no_grad()
+def curve(target, batches: list[int], most: int, options) -> list[dict]:
+    """T_verify(n) for n = 1..most at each batch size, and the line T = a + n * b through them (least squares)."""
+    torch._dynamo.config.recompile_limit = 256
+    rows = []
+    for B in batches:
+        torch.compiler.reset()
+        check, sampling = compiled(verify), Sampling(B, options.temperature, device=options.device)
+        state = make_state(target, B, 64, most)
+        state.pos.fill_(40)
+        draft = {n: Draft(state.tokens[:, :n - 1].clone()) for n in range(1, most + 1)}
+        times = {n: [] for n in draft}
+        for n in draft:
+            start = time.perf_counter()
+            check(target, state, draft[n], sampling)
+            print(f"compiled batch {B}, {n} tokens in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        for _ in range(3):
+            for n in draft:
+                for i in range(8):              # three to bring this graph to the front of dynamo's list, five to time
+                    seconds = timed(lambda: check(target, state, draft[n], sampling))
+                    times[n] += [1e3 * seconds] if i >= 3 else []
+        ms = {n: statistics.median(t) for n, t in times.items()}
+        mean_n, mean_t = (statistics.mean(x) for x in (ms.keys(), ms.values()))
+        spread = sum((n - mean_n) ** 2 for n in ms)
+        b = sum((n - mean_n) * (t - mean_t) for n, t in ms.items()) / spread if spread else 0.0
+        rows += [{"batch": B, "n": n, "verify_ms": t, "ratio": t / ms[1], "a_ms": mean_t - b * mean_n, "b_ms": b}
+                 for n, t in ms.items()]
+    return rows

@@ -1,0 +1,123 @@
+"""bench.py: its arithmetic, its synthetic weights, its refusals.  Nothing is compiled here and no time is judged."""
+import json
+
+import pytest
+import torch
+
+import bench
+import bench_measure
+from bench_peers import write_gguf
+from bench_shapes import DRAFT_OF, SHAPES, Pair
+from convert_weights import convert
+from model import Config, Transformer, load_model
+from speculate import speculate
+
+# What the published checkpoints hold, embeddings tied where they tie them.
+PARAMETERS = {"smollm2-135m": 134_515_008, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
+              "llama-3.1-70b": 70_553_706_496, "llama-2-7b": 6_738_415_616, "tinyllama-1.1b": 1_100_048_384,
+              "qwen3-8b": 8_190_735_360, "qwen3-0.6b": 596_049_920}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_are_the_real_geometry(name):
+    tied = name in ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b")
+    with torch.device("meta"):
+        model = Transformer(Config(**SHAPES[name] | {"tie_embeddings": tied}))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+def test_every_shape_has_a_draft_of_its_vocabulary():
+    assert all(SHAPES[t]["vocab_size"] == SHAPES[d]["vocab_size"] for t, d in DRAFT_OF.items())
+    with pytest.raises(ValueError, match="different vocabularies"):
+        Pair("tiny", "qwen3-0.6b")
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+def test_models_agree_as_asked(settings):
+    """On a text other than the one that was fitted.  Killed: sigma fitted on random tokens; scales that pile up."""
+    pair = Pair("tiny", "tiny-draft")
+    for wanted in (0.9, 0.5, 0.8):
+        measured = pair.agree(wanted, **settings)
+        with torch.no_grad():
+            assert measured == pytest.approx(pair.overlap(pair.hidden(pair.text(settings, 999)), settings), abs=0.1)
+        assert abs(measured - wanted) <= 0.05
+
+
+def test_an_agreement_that_cannot_be_is_refused():
+    for wanted in (0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match="must lie between 0 and 1"):
+            Pair("tiny", "tiny-draft").agree(wanted)
+
+
+def test_a_peer_gets_the_same_weights(tmp_path):
+    """What is written for llama.cpp and read back is the target.  Killed: q and k left as halves; a tensor left out."""
+    target = Pair("tiny", "tiny-draft").target
+    write_gguf(target, tmp_path / "peer.gguf")
+    convert(str(tmp_path / "peer.gguf"), tmp_path / "back", with_tokenizer=False)
+    back = load_model(tmp_path / "back")
+    for (name, ours), (_, theirs) in zip(target.named_parameters(), back.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert back.config == target.config
+
+
+def test_summary():
+    """Two turns of one text: the speed-up is the median of the turns' ratios, not the ratio of the medians."""
+    cost = {("none", 0, "draft"): 0.0, ("none", 0, "verify"): 9.0, ("none", 0, "accept"): 1.0,
+            ("ngram", 4, "draft"): 2.0, ("ngram", 4, "verify"): 12.0, ("ngram", 4, "accept"): 1.0}
+    runs = {("none", 0, "copy"): [[10.0, 100, 100], [30.0, 100, 100], [10.0, 100, 100]],
+            ("ngram", 4, "copy"): [[5.0, 100, 40], [5.0, 100, 40], [10.0, 100, 40]]}
+    plain, ngram = bench_measure.summary(runs, cost, floor=8.0)
+    assert plain["speedup"] == 1.0 and plain["acceptance"] is None and plain["tokens_per_s"] == 10.0
+    assert ngram["speedup"] == 2.0 and ngram["tokens_per_round"] == 2.5 and ngram["acceptance"] == 1.5 / 4
+    assert ngram["predicted"] == pytest.approx(2.5 * 10 / 15) and ngram["draft_step_ms"] == 0.5
+    assert ngram["round_ms"] == 125.0 and ngram["parts_ms"] == 15.0
+
+
+def test_the_best_k_of_each_drafter_and_kind():
+    rows = [{"draft": d, "prompts": p, "k": k, "speedup": s}
+            for d, p, k, s in (("ngram", "copy", 2, 1.5), ("ngram", "copy", 8, 2.5), ("ngram", "free", 2, 0.9),
+                               ("ngram", "free", 8, 0.6))]
+    assert [(r["prompts"], r["k"]) for r in bench.best(rows)] == [("copy", 8), ("free", 2)]
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Whole runs without the compiler, which has its own tests."""
+    monkeypatch.setattr(bench_measure, "compiled", lambda f: f)
+    monkeypatch.setattr(bench_measure, "compile_round", lambda: speculate)
+    threads = torch.get_num_threads()
+    yield ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--turns", "1", "--max-new-tokens", "24", "--threads", "1"]
+    torch.set_num_threads(threads)
+
+
+def test_a_run_measures_every_drafter(eager, tmp_path, capsys):
+    assert bench.main([*eager, "-k", "1", "3", "--all", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(r["draft"], r["k"]) for r in rows] == [("none", 0), ("ngram", 1), ("ngram", 3), ("draft", 1), ("draft", 3)]
+    for r in rows:
+        assert r["torch"] == torch.__version__ and r["dtype"] == "float32" and r["batch"] == 1 and r["threads"] == 1
+        assert r["temperature"] == 1.0 and "synthetic" in r["weights"] and r["round_ms"] > 0
+    assert rows[4]["tokens_per_round"] > rows[0]["tokens_per_round"] == 1.0
+    out = capsys.readouterr().out
+    assert "synthetic weights" in out and out.count("\n| ") == 6 and "memory floor" in out
+
+
+def test_the_curve_has_every_point(eager, tmp_path, capsys):
+    assert bench.main([*eager, "--curve", "--batch", "1", "2", "--most", "3", "--json", str(tmp_path / "c.json")]) == 0
+    rows = json.loads((tmp_path / "c.json").read_text())
+    assert [(r["batch"], r["n"]) for r in rows] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+    for r in rows:                              # a line by least squares goes through the middle of its points
+        line = [x for x in rows if x["batch"] == r["batch"]]
+        assert r["a_ms"] + 2 * r["b_ms"] == pytest.approx(sum(x["verify_ms"] for x in line) / 3)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--agreement", "0.5"], "--agreement and --draft-shape need --shape"), (["--turns", "0"], "--turns 0 must be 1 or more"),
+    (["-k", "0"], "0 is not a number of guesses"), (["--shape", "tiny", "--agreement", "2"], "agreement 2.0 must lie"),
+    (["--shape", "tiny", "--draft-shape", "qwen3-0.6b"], "different vocabularies"),
+    (["--gpu-check", "--device", "cpu"], "needs a GPU"), (["--peers", "--temperature", "1"], "--peers is greedy"),
+    (["--target", "nowhere"], "nowhere")])
+def test_refusals_are_one_line(argv, message, capsys):
+    assert bench.main([*argv, "--threads", "1"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
