@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import gguf
 import torch
 
 from bench_measure import Setup, decode
@@ -144,6 +143,7 @@ def llama_cpp(target, longest: int, options):
 
 def write_gguf(target, path: Path):
     """The target as an F32 GGUF file with a vocabulary of numbers: llama.cpp is only ever given ids."""
+    import gguf         # only llama.cpp needs it
     c = target.config
     out = gguf.GGUFWriter(str(path), "llama")
     out.add_context_length(c.context)
