@@ -56,30 +56,31 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     temperature = torch.where(T0, 1.0, sampling.temperature[:, None, None].clamp_min(1e-20))
     # The maximum is taken off before the division: 1e-20 then gives 0 and -inf, never inf - inf.  Written out, because
     # Inductor looks for the maximum of torch.softmax once more: 11 kernels instead of 6, and twice the time on a CPU.
-    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
-    p = p / p.sum(-1, keepdim=True)
-    if sampling.truncates:
-        p = truncate(p, logits, sampling)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    weights = truncate(scaled, sampling) if sampling.truncates else scaled.exp()
+    p = weights / weights.sum(-1, keepdim=True)
     index = torch.arange(V, dtype=torch.int32, device=p.device)     # 32 bits: a vector unit compares eight at once
     greedy = index == logits.argmax(-1, keepdim=True).int()
     return torch.where(T0, greedy.float(), p)
 
 
-def truncate(p: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+def truncate(scaled: Tensor, sampling: Sampling) -> Tensor:
     """Keep exactly the top_k most likely tokens, of those the smallest set that holds top_p of their mass, of those the
     ones with at least min_p times the best one's probability (nucleus: Holtzman et al. 2020; min-p: Nguyen et al.
-    2024).  p, logits (B, T, V).  Ranked by logit, ties by index: softmax can round two logits to one probability."""
-    V = p.shape[-1]
+    2024).  scaled: logits over temperature, 0 for the best (B, T, V) -> weights (B, T, V), not normalised.  Ranked
+    before the exponential, ties by index: it can round two logits to one weight."""
+    V = scaled.shape[-1]
     top_k, top_p, min_p = (getattr(sampling, name)[:, None, None] for name in ("top_k", "top_p", "min_p"))
-    order = logits.sort(dim=-1, descending=True, stable=True).indices
-    ranked = p.gather(-1, order)
-    keep = torch.arange(V, device=p.device) < torch.where(top_k == 0, V, top_k)
-    mass = (ranked * keep).cumsum(-1)
-    before = mass - ranked                              # mass ahead of each token: 0 for the first, so it stays
-    keep = keep & ((before < top_p * mass[..., -1:]) | (top_p >= 1))    # 1 is off: rounding would drop tails
-    keep = keep & (ranked >= min_p * ranked[..., :1])
-    kept = torch.zeros_like(p).scatter(-1, order, ranked * keep)
-    return kept / kept.sum(-1, keepdim=True)
+    k = torch.where(top_k == 0, V, top_k.clamp_max(V)).expand(-1, scaled.shape[1], 1)
+    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
+    weights = ranked.exp()
+    # Nothing that has one value a row may be fused into this sum: torch 2.11 cannot generate such a scan for CUDA.
+    mass = weights.cumsum(-1)
+    before = mass - weights                             # mass ahead of each token: 0 for the first, so it stays
+    keep = torch.arange(V, device=scaled.device) < k
+    keep = keep & ((before < top_p * mass.gather(-1, k - 1)) | (top_p >= 1))    # 1 is off: rounding would drop tails
+    keep = keep & (weights >= min_p)
+    return torch.zeros_like(weights).scatter(-1, order, weights * keep)
 
 
 def draw(weights: Tensor, race: Tensor) -> Tensor:
