@@ -10,8 +10,8 @@ import bench_gpu
 import bench_peers
 import tokenizer as tokenizers
 from bench_measure import curve, measure
-from bench_shapes import DRAFT_OF, SHAPES, Pair
-from generate import DEFAULT_TARGET
+from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
+from generate import DEFAULT_TARGET, Parser
 from model import load_model, read_config
 
 TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "
@@ -58,22 +58,20 @@ CURVE = {"batch": ("batch", ""), "n": ("tokens", ""), "verify_ms": ("verify ms",
 
 
 def plot(rows: list[dict], points: list[dict], title: str, file: str):
-    """Speed-up against K, and the curve where it was measured, as a picture."""
+    """A picture of what was measured: speed-up against K, or the curve."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(title, fontsize=9)
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure.suptitle(title, fontsize=7, wrap=True)
+    axes = figure.subplots()
     for name, kind in dict.fromkeys((r["draft"], r["prompts"]) for r in rows if r["k"]):
         line = sorted((r["k"], r["speedup"]) for r in rows if (r["draft"], r["prompts"]) == (name, kind))
-        left.plot(*zip(*line), marker="o", label=f"{name}, {kind}")
-    left.axhline(1, color="grey", linewidth=1)
-    left.set(xlabel="K, guesses a round", ylabel="speed-up over plain decoding")
+        axes.plot(*zip(*line), marker="o", label=f"{name}, {kind}")
     for B in dict.fromkeys(p["batch"] for p in points):
-        right.plot(*zip(*((p["n"], p["ratio"]) for p in points if p["batch"] == B)), marker=".", label=f"batch {B}")
-    right.set(xlabel="n, tokens scored in one pass", ylabel="T(n) / T(1)")
-    for axes in (left, right):
-        if axes.lines[1:] or axes is right and points:
-            axes.legend()
+        axes.plot(*zip(*((p["n"], p["ratio"]) for p in points if p["batch"] == B)), marker=".", label=f"batch {B}")
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set(**(dict(xlabel="K, guesses a round", ylabel="speed-up over plain decoding") if rows else
+                dict(xlabel="n, tokens scored in one pass", ylabel="T(n) / T(1)")))
+    axes.legend()
     figure.savefig(file)
 
 
@@ -88,24 +86,24 @@ def main(argv=None) -> int:
 
 
 def options(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+    parser = Parser(description=__doc__.splitlines()[0])
+    add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--target", default=DEFAULT_TARGET, metavar="DIR")
     add("--draft", metavar="DIR", help="also measure this draft model")
     add("--shape", choices=DRAFT_OF, metavar="NAME", help=f"random weights of real geometry: {', '.join(DRAFT_OF)}")
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
     add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
     add("-k", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K", help="guesses a round to measure (default 1 2 4 8)")
-    add("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
+    mode("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B", help="batch sizes of --curve (default 1 2 4 8)")
     add("--most", type=int, default=16, metavar="N", help="tokens up to which --curve goes (default 16)")
-    add("--peers", action="store_true", help="llama.cpp and transformers on the same weights, instead of drafters")
-    add("--gpu-check", action="store_true", help="the one script for a GPU: correctness, then speed, in 8 minutes")
+    mode("--peers", action="store_true", help="llama.cpp and transformers on the same weights, instead of drafters")
+    mode("--gpu-check", action="store_true", help="the one script for a GPU: correctness, then speed, in 8 minutes")
     add("--max-new-tokens", type=int, default=96, metavar="N")
     add("--turns", type=int, default=3, metavar="N", help="times every configuration is measured (default 3)")
     add("--temperature", type=float, help="default 0; with --shape 1, because random weights soon loop without chance")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
     add("--all", action="store_true", help="print every K, not only the best")
     add("--json", metavar="FILE", help="also write every row there")
@@ -116,8 +114,22 @@ def options(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
     if bad := [k for k in (*args.k, *args.batch) if not 1 <= k <= 64]:
         raise ValueError(f"{bad[0]} is not a number of guesses or rows: 1 to 64")
-    if not args.shape and (args.draft_shape or args.agreement):
+    if not args.shape and (args.draft_shape or args.agreement is not None):
         raise ValueError("--agreement and --draft-shape need --shape: real weights agree as they do")
+    if args.shape and args.draft:
+        raise ValueError("--draft is a folder and --shape random weights: name the draft by --draft-shape")
+    if args.plot and (args.peers or args.gpu_check):
+        raise ValueError("--plot draws speed-up against K, or --curve: leave it out here")
+    for file in (args.json, args.plot):
+        try:                                            # now, not after ten minutes of measuring
+            Path(file or ".").parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be written: {error}") from None
+    try:
+        args.device = torch.device(args.device)
+        torch.zeros(1, device=args.device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {args.device} is not available here") from None
     if args.plot:
         try:
             import matplotlib       # noqa: F401
@@ -134,15 +146,20 @@ def options(argv=None) -> argparse.Namespace:
 def load(options):
     """-> target, draft or None, {kind: [ids]}, end ids, what the output says about the weights."""
     if options.shape:
-        pair = Pair(options.shape, options.draft_shape or DRAFT_OF[options.shape], options.device, options.dtype)
-        measured = pair.agree(options.agreement or 0.8, temperature=options.temperature)
-        g = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, pair.target.config.vocab_size, (2, 64), generator=g).tolist()
+        name, g = options.draft_shape or DRAFT_OF[options.shape], torch.Generator().manual_seed(0)
+        ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (2, 64), generator=g).tolist()
+        if options.curve or options.peers:
+            target = random_model(options.shape, 11, options.device, options.dtype)
+            return target, None, {"random": ids}, (), f"synthetic weights, {options.shape}"
+        pair = Pair(options.shape, name, options.device, options.dtype)
+        agreement = 0.8 if options.agreement is None else options.agreement
+        measured = pair.agree(agreement, temperature=options.temperature)
         return pair.target, pair.draft, {"random": ids}, (), (
-            f"synthetic weights, {options.shape} with draft {options.draft_shape or DRAFT_OF[options.shape]}, "
-            f"agreement {measured:.2f}")
+            f"synthetic weights, {options.shape} with draft {name}, agreement {measured:.2f}")
     target, tokens = load_model(options.target, options.device, options.dtype), tokenizers.load(options.target)
     draft = load_model(options.draft, options.device, options.dtype) if options.draft else None
+    if draft is not None and (difference := tokenizers.compare(tokens, tokenizers.load(options.draft))):
+        raise ValueError(f"--draft {options.draft} does not share the target's tokenizer: {difference}")
     template = read_config(options.target)["chat_template"]
     prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
                for kind, texts in PROMPTS.items()}
@@ -160,9 +177,9 @@ def run(options) -> int:
         return bench_gpu.check(options)
     target, draft, prompts, eos, weights = load(options)
     device = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else str(options.device)
-    about = {"weights": weights, "torch": torch.__version__, "device": device, "dtype": str(options.dtype)[6:], "batch": 1,
-             "temperature": options.temperature, "threads": options.threads, "new_tokens": options.max_new_tokens,
-             "turns": options.turns}
+    about = {"weights": weights, "torch": torch.__version__, "device": device, "dtype": str(options.dtype)[6:],
+             "temperature": options.temperature, "threads": options.threads}
+    about |= {} if options.curve else {"batch": 1, "new_tokens": options.max_new_tokens, "turns": options.turns}
     rows, points, peers = [], [], []
     if options.curve:
         points = curve(target, options.batch, options.most, options)
@@ -174,7 +191,7 @@ def run(options) -> int:
     if rows:
         show(rows if options.all else best(rows), TABLE)
         floor, plain = rows[0]["floor_ms"], rows[0]["round_ms"]
-        print(f"memory floor of a plain round {floor:.1f} ms (bytes read over measured bandwidth): {floor / plain:.0%} of it")
+        print(f"reading its bytes takes {floor:.1f} ms at the bandwidth measured, {floor / plain:.0%} of a plain round")
     show(points, CURVE) if points else None
     show(peers, bench_peers.TABLE) if peers else None
     if options.json:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from drafts import ModelDraft, NgramDraft, NoDraft
-from generate import compile_round, generate, make_state, slots, warm_up
+from generate import compile_round, compiled, generate, make_state, slots, warm_up
 from model import KVCache
 from sample import Sampling
 from speculate import Draft, State, accept_matched, accept_sampled, commit, verify
@@ -79,10 +79,6 @@ def drafter_for(name: str, K: int, target, draft, state):
     return ModelDraft(model, KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)
 
 
-def compiled(function):
-    return torch.compile(function, mode="max-autotune", fullgraph=True, dynamic=False)
-
-
 @torch.no_grad()
 def parts(target, drafter, state, sampling) -> dict:
     """The round's three parts, each compiled by itself, as functions to time: propose, verify, accept and commit."""
@@ -121,13 +117,20 @@ def decode(target, setup: Setup, sampling, ids, max_new, step) -> tuple[float, i
 @torch.no_grad()
 def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
     """One row for each (drafter, K) of the plan and kind of prompt: prompts is {kind: [ids]}."""
-    length = max(len(ids) for kind in prompts.values() for ids in kind) + options.max_new_tokens
+    sizes = [len(ids) for kind in prompts.values() for ids in kind]
+    shortest, length = min(sizes), max(sizes) + options.max_new_tokens
+    if length > target.config.context:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: prompt and text do not fit a context of "
+                         f"{target.config.context}")
     step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
     for name, K in plan:
         state = make_state(target, 1, length, K, eos)
         drafter = drafter_for(name, K, target, draft, state)
         start = time.perf_counter()
-        warm_up(step, target, drafter, state, sampling, length)
+        span = slots(shortest)
+        while span <= slots(length + 3 * (K + 1)):              # every graph that the texts grow through
+            warm_up(step, target, drafter, state, sampling, span - 2 * (K + 1))
+            span *= 2
         setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling))
         seconds = time.perf_counter() - start
         print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)

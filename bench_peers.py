@@ -24,13 +24,18 @@ TABLE = {"engine": ("engine", ""), "tokens_per_s": ("tokens/s", ".1f"), "ours": 
 
 def measure(target, prompts: dict, options) -> list[dict]:
     """One row for each engine: `ours` is the median over turns of our tokens/s over its own."""
-    ids = [ids for kind in prompts.values() for ids in kind]
+    ids, c = [ids for kind in prompts.values() for ids in kind], target.config
+    if c.qk_norm or c.qkv_bias != c.o_bias:
+        raise ValueError("--peers compares Llama models, without q/k norms and biases of q, k, v alone: another --target")
+    same_there = options.device.type == "cpu" and options.dtype == torch.float32 and not c.rope_scaling
     engines = {"this one, plain": ours(target, max(map(len, ids)), options)}
     for name, package, make in (("llama.cpp, F32", "llama_cpp", llama_cpp),
                                 ("transformers, eager", "transformers", transformers_eager),
                                 ("transformers, static cache, compiled", "transformers", transformers_compiled)):
-        if importlib.util.find_spec(package):
-            engines[name] = make(target, max(map(len, ids)), options)
+        if package == "llama_cpp" and not same_there:
+            print(f"{name}: left out, it is given float32 on the CPU and no RoPE scaling", file=sys.stderr)
+        elif importlib.util.find_spec(package):
+            engines[name] = make(target, options)
         else:
             print(f"{name}: left out, {package} is not installed", file=sys.stderr)
     for run in engines.values():
@@ -68,8 +73,6 @@ def transformers_model(target):
     """The same weights as a LlamaForCausalLM that shares their memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
     c, device = target.config, target.embed.weight.device
-    if c.qk_norm:
-        raise ValueError("peers are compared as Llama models, without q/k norms: name another target")
     scaling = c.rope_scaling or {"kind": "default"}
     rope = {"rope_type": scaling["kind"], "rope_theta": c.rope_theta} | {k: scaling[k] for k in scaling if k != "kind"}
     config = LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=c.layers,
@@ -91,7 +94,7 @@ def transformers_model(target):
     return model.eval()
 
 
-def transformers_run(target, longest: int, options, **settings):
+def transformers_run(target, options, **settings):
     from transformers.generation import BaseStreamer
     model, new = transformers_model(target), options.max_new_tokens
 
@@ -110,19 +113,19 @@ def transformers_run(target, longest: int, options, **settings):
     return run
 
 
-def transformers_eager(target, longest: int, options):
-    return transformers_run(target, longest, options)
+def transformers_eager(target, options):
+    return transformers_run(target, options)
 
 
-def transformers_compiled(target, longest: int, options):
+def transformers_compiled(target, options):
     """generate() compiles its forward for a static cache on its own only on an accelerator: here it is told to."""
     from transformers import CompileConfig
     config = CompileConfig(fullgraph=True, dynamic=False, mode="max-autotune")
     config._compile_all_devices = True
-    return transformers_run(target, longest, options, cache_implementation="static", compile_config=config)
+    return transformers_run(target, options, cache_implementation="static", compile_config=config)
 
 
-def llama_cpp(target, longest: int, options):
+def llama_cpp(target, options):
     from llama_cpp import Llama
     folder = tempfile.TemporaryDirectory()
     write_gguf(target, Path(folder.name) / "model.gguf")

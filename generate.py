@@ -109,16 +109,21 @@ def to_host(tensor):
     return lambda: (done.synchronize(), copy)[1]
 
 
-def compile_round():
-    """speculate, compiled: the only place anything is, one graph a round with the drafting in it.  Prefill stays
-    eager: its chunks are bound by arithmetic, and the first token need not wait for a compiler."""
+def compiled(function):
+    """How everything here is compiled: one graph of fixed shapes, tuned, replayed as a CUDA graph on a GPU."""
     # Inductor inlines small values into each of their uses, which doubles the work at every line of the integer hash
     # in sample.py: 87 s of compiling became 6 s with this, the kernels being fused again afterwards.
     torch._inductor.config.realize_opcount_threshold = 8
     torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"     # multiply and add in one instruction
     torch._inductor.config.size_asserts = False         # checks of shapes before every kernel: 3 % of a round here
     torch._dynamo.config.recompile_limit = 64           # one graph per span and setting of `truncates`, not 8 in all
-    return torch.compile(speculate, mode="max-autotune", fullgraph=True, dynamic=False)
+    return torch.compile(function, mode="max-autotune", fullgraph=True, dynamic=False)
+
+
+def compile_round():
+    """speculate, compiled: one graph a round with the drafting in it.  Prefill stays eager: its chunks are bound by
+    arithmetic, and the first token need not wait for a compiler."""
+    return compiled(speculate)
 
 
 @torch.no_grad()

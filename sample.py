@@ -67,8 +67,8 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
 def truncate(scaled: Tensor, sampling: Sampling) -> Tensor:
     """Keep exactly the top_k most likely tokens, of those the smallest set that holds top_p of their mass, of those the
     ones with at least min_p times the best one's probability (nucleus: Holtzman et al. 2020; min-p: Nguyen et al.
-    2024).  scaled: logits over temperature, 0 for the best (B, T, V) -> weights (B, T, V), not normalised.  Ranked
-    before the exponential, ties by index: it can round two logits to one weight."""
+    2024).  scaled: logits less their maximum, over temperature (B, T, V) -> weights (B, T, V), not normalised.  Ranked
+    by that number, ties by index: before the exponential, which rounds many of them to one weight."""
     V = scaled.shape[-1]
     top_k, top_p, min_p = (getattr(sampling, name)[:, None, None] for name in ("top_k", "top_p", "min_p"))
     k = torch.where(top_k == 0, V, top_k.clamp_max(V)).expand(-1, scaled.shape[1], 1)
