@@ -6,13 +6,10 @@ Without a GPU the same stages run small on the CPU (--shape tiny), except those 
 """
 import contextlib
 import copy
-import json
-import os
 import signal
 import statistics
 import sys
 import time
-import traceback
 from collections import namedtuple
 from functools import cached_property, partial
 from importlib.metadata import distributions
@@ -24,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench_measure import Setup, bytes_read, compiled, decode, drafter_for, median_ms, parts, reader
 from bench_shapes import DRAFT_OF, Pair
+from bench_stages import OutOfTime, Stage, first_line, markdown, run, save
 from generate import compile_round, generate, make_state, slots, warm_up
 from model import KVCache
 from sample import Sampling
@@ -35,10 +33,6 @@ Plan = namedtuple("Plan", "ks agreements law_rows vocab batches calls")
 GPU = Plan((4, 2, 6, 8, 3, 5, 7), (0.8, 0.6, 0.9), 40_000, 128_256, (1, 32), calls=10)
 CPU = Plan((2,), (0.8,), 4_000, 1_000, (1, 4), calls=1)
 MODES = {0.0: dict(do_sample=False), 1.0: dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)}
-
-
-class OutOfTime(BaseException):
-    """No Exception: compilers and their tuners swallow those."""
 
 
 class Check:
@@ -55,7 +49,8 @@ class Check:
         self.sampling = Sampling(1, 1.0, device=self.device)    # random weights soon loop without chance
         self.about = {"device": torch.cuda.get_device_name(self.device) if self.gpu else "cpu",
                       "dtype": str(options.dtype)[6:], "weights": self.weights(), "threads": options.threads,
-                      "new_tokens": self.new, "turns": options.turns, "batch": 1, "k": None, "temperature": 1.0, "agreement": None}
+                      "new_tokens": self.new, "turns": options.turns, "batch": 1, "k": None, "temperature": 1.0,
+                      "agreement": None}
         packages = dict.fromkeys(("torch", "triton", "transformers"))
         self.about |= packages | {d.name: d.version for d in distributions() if d.name in packages}
         self.report = {"about": self.about, "command": sys.argv, "stages": []}
@@ -106,12 +101,7 @@ class Check:
         return tuple(sum(x) for x in zip(*runs))
 
     def save(self):
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        texts = json.dumps(self.report, indent=1), markdown(self.report)
-        for file, text in zip((self.file, self.file.with_suffix(".md")), texts):
-            part = file.with_name(file.name + ".part")          # whoever kills us finds the old file or the new one
-            part.write_text(text + "\n")
-            os.replace(part, file)
+        save(self.report, self.file)
 
 
 def ready(step, target, draft, name, K, sampling, length) -> Setup:
@@ -320,21 +310,21 @@ def peers(c: Check):
     fixed.update(num_assistant_tokens=K, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
     runs = {"transformers": None, f"transformers, assistant, K={K}": fixed, "transformers, assistant": free}
     for temperature, settings in MODES.items():
+        agreed = wanted if temperature == 1 else None           # fitted there; greedy texts agree otherwise
         for name, config in runs.items():
             models[1].generation_config = config or free
             more = settings | ({"assistant_model": models[1]} if config else {})
-            agreed = wanted if temperature == 1 else None       # fitted there; greedy texts agree otherwise
             yield {"engine": name, "agreement": agreed, "temperature": temperature,
                    "tokens_per_s": statistics.median(theirs(c, models[0], more) for _ in range(c.options.turns))}
         c.sampling.set(temperature)
         for name, k in (("none", 0), ("draft", K)):
             speeds = [n / s for s, n, _ in (c.texts(name, k) for _ in range(c.options.turns))]
-            yield {"engine": f"this one, {name}", "k": k, "agreement": wanted if temperature == 1 else None, "temperature": temperature,
+            yield {"engine": f"this one, {name}", "k": k, "agreement": agreed, "temperature": temperature,
                    "tokens_per_s": statistics.median(speeds)}
 
 
 def theirs(c: Check, model, settings: dict) -> float:
-    """Tokens/s after the first ones came."""
+    """Tokens/s over all prompts, after the first ones came."""
     from transformers.generation import BaseStreamer
 
     class Clock(BaseStreamer):
@@ -343,12 +333,15 @@ def theirs(c: Check, model, settings: dict) -> float:
         def put(self, value): self.came.append((time.perf_counter(), value.numel()))    # the prompt, then what is new
 
         def end(self): pass
-    clock, ids = Clock(), torch.tensor(c.prompts[:1], device=c.device)
     torch.manual_seed(0)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=c.new, pad_token_id=0, streamer=clock,
-                   **settings)
-    times, counts = zip(*clock.came)
-    return sum(counts[2:]) / (times[-1] - times[1])
+    tokens = seconds = 0
+    for prompt in c.prompts:
+        clock, ids = Clock(), torch.tensor([prompt], device=c.device)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=c.new, pad_token_id=0, streamer=clock,
+                       **settings)
+        times, counts = zip(*clock.came)
+        tokens, seconds = tokens + sum(counts[2:]), seconds + times[-1] - times[1]
+    return tokens / seconds
 
 
 def targets(c: Check):
@@ -371,9 +364,6 @@ def targets(c: Check):
 
 # ---- running them ----------------------------------------------------------------------------------------------------
 
-Stage = namedtuple("Stage", "name function least cuda", defaults=(10, False))       # least: seconds it needs to begin
-
-
 def stages(c: Check) -> list[Stage]:
     """Every kind of question once, then the rest: compiling takes most of the time, and nobody knows how much."""
     def text(name, K): return Stage(f"text {name}", partial(same_text, name=name, K=K))
@@ -388,34 +378,6 @@ def stages(c: Check) -> list[Stage]:
             Stage("one graph, the pair", partial(graphs, of="pair"), 5, True), Stage("transformers", peers, 20),
             Stage("ngram", ngram, 20), Stage("accept", accept, 20), *drafts(ks[1:2]), law("draft", 3), text("none", 0),
             *drafts(ks[2:]), law("ngram", 3), law("draft", 3, True), Stage("targets", targets, float("-inf"))]
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-
-
-def run(c: Check, stage: Stage):
-    record = {"stage": stage.name, "status": "running", "seconds": 0.0, "rows": []}
-    c.report["stages"].append(record)
-    c.save()
-    start, c.inside = time.monotonic(), True
-    try:
-        if stage.cuda and not c.gpu:
-            record["status"] = "skipped: no GPU"
-        elif c.left() < stage.least:
-            record["status"] = "skipped: out of time"
-        else:
-            for row in stage.function(c):
-                record["rows"].append(c.about | row)
-                c.save()
-            record["status"] = "ok"
-    except OutOfTime:
-        record["status"] = "cut short: out of time"
-    except Exception as error:          # whatever it is: the next stage may still tell something
-        record["status"], record["traceback"] = f"failed: {first_line(error)}", traceback.format_exc()
-    c.inside, record["seconds"] = False, time.monotonic() - start
-    c.save()
-    print(f"{SECONDS - c.left():5.0f} s  {stage.name}: {record['status']}", file=sys.stderr, flush=True)
 
 
 def check(options) -> int:
@@ -441,18 +403,3 @@ def check(options) -> int:
     print(markdown(c.report))
     print(f"written: {c.file} and {c.file.with_suffix('.md')}", file=sys.stderr)
     return int(any(s["status"].startswith("failed") for s in c.report["stages"]))
-
-
-def markdown(report: dict) -> str:
-    """The report as tables, one a stage."""
-    def cell(x):
-        return "–" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x).replace("|", "/")
-    lines = [", ".join(f"{key} {value}" for key, value in report["about"].items() if value is not None)]
-    for s in report["stages"]:
-        lines += ["", f"**{s['stage']}**: {s['status']} ({s['seconds']:.0f} s)"]
-        if s["rows"]:
-            keys = [key for key in dict.fromkeys(k for r in s["rows"] for k in r) if
-                    any(r.get(key) != report["about"].get(key) for r in s["rows"])]
-            lines += ["", "| " + " | ".join(keys) + " |", "|---" * len(keys) + "|"]
-            lines += ["| " + " | ".join(cell(r.get(key)) for key in keys) + " |" for r in s["rows"]]
-    return "\n".join(lines)

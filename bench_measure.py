@@ -76,7 +76,8 @@ def drafter_for(name: str, K: int, target, draft, state):
         return NgramDraft(K)
     model = target if name == "self" else draft
     weight = model.embed.weight
-    return ModelDraft(model, KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)
+    cache = KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype)
+    return ModelDraft(model, cache, K, target.config.tokens)
 
 
 @torch.no_grad()
@@ -140,7 +141,8 @@ def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> li
     runs = {(*key, kind): [] for kind in prompts for key in setups}
     for _ in range(options.turns):
         for (*key, kind), turns in runs.items():
-            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, step) for ids in prompts[kind]]
+            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, step)
+                       for ids in prompts[kind]]
             turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of all prompts
     torch.compiler.set_stance("default")
     floor = cost["read"] * bytes_read(target, setups["none", 0].state) / moved

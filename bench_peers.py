@@ -129,8 +129,8 @@ def llama_cpp(target, options):
     from llama_cpp import Llama
     folder = tempfile.TemporaryDirectory()
     write_gguf(target, Path(folder.name) / "model.gguf")
-    model = Llama(str(Path(folder.name) / "model.gguf"), n_ctx=2048, n_threads=options.threads, n_threads_batch=options.threads,
-                  verbose=False, use_mmap=False, logits_all=False)
+    model = Llama(str(Path(folder.name) / "model.gguf"), n_ctx=2048, n_threads=options.threads,
+                  n_threads_batch=options.threads, verbose=False, use_mmap=False, logits_all=False)
 
     def run(ids):
         model.reset()
