@@ -47,22 +47,20 @@ class Check:
         # The CPU's compiled round has its own tests, and compiling it for each text takes minutes.
         self.small_step = self.step if self.gpu else speculate
         self.sampling = Sampling(1, 1.0, device=self.device)    # random weights soon loop without chance
+        shape = options.shape or "llama-3.1-8b"
+        self.shapes = shape, options.draft_shape or DRAFT_OF[shape]
         self.about = {"device": torch.cuda.get_device_name(self.device) if self.gpu else "cpu",
-                      "dtype": str(options.dtype)[6:], "weights": self.weights(), "threads": options.threads,
+                      "dtype": str(options.dtype)[6:], "weights": "synthetic, {} with draft {}".format(*self.shapes),
+                      "threads": options.threads,
                       "new_tokens": self.new, "turns": options.turns, "batch": 1, "k": None, "temperature": 1.0,
                       "agreement": None}
         packages = dict.fromkeys(("torch", "triton", "transformers"))
         self.about |= packages | {d.name: d.version for d in distributions() if d.name in packages}
         self.report = {"about": self.about, "command": sys.argv, "stages": []}
 
-    def weights(self) -> str:
-        shape = self.options.shape or "llama-3.1-8b"
-        return f"synthetic, {shape} with draft {self.options.draft_shape or DRAFT_OF[shape]}"
-
     @cached_property
     def pair(self) -> Pair:
-        shape = self.options.shape or "llama-3.1-8b"
-        return Pair(shape, self.options.draft_shape or DRAFT_OF[shape], self.device, self.options.dtype)
+        return Pair(*self.shapes, self.device, self.options.dtype)
 
     @cached_property
     def prompts(self) -> list:
