@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from bench_measure import Setup, decode
-from convert_weights import GGUF, HF
+from convert_gguf import GGUF
+from convert_hf import HF
 from drafts import NoDraft
 from generate import compile_round, make_state, warm_up
 from sample import Sampling

@@ -11,6 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 import tokenizer
+from convert_source import read_json
 from model import read_config
 
 # Regexes that split text before byte pairs merge; ByteLevel names the first, a GGUF names all of them.
@@ -216,17 +217,3 @@ def check_tokenizer(folder: Path) -> None:
         text = "".join(c for c in text if all(bytes([b]) in tok.pieces for b in c.encode()))
         if (back := tok.decode(tok.encode(text))) != text:
             raise ValueError(f"the tokenizer's split pattern loses text: {text!r} comes back as {back!r}")
-
-
-def read_json(path: Path, missing: dict | None = None) -> dict:
-    if missing is not None and not path.exists():
-        return missing
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}, not an object")
-        return value
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: this is no Hugging Face checkpoint folder") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error})") from None

@@ -210,7 +210,7 @@ def test_tied_weights_stay_one_tensor(tmp_path):
     Kills: lm_head dropped without comparing; --dtype ignored."""
     checkpoint(tmp_path / "hf", tie_word_embeddings=True)
     edit_weights(tmp_path / "hf", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
-    weights = load_file(convert(tmp_path / "hf", tmp_path / "out", dtype="bfloat16") / "model.safetensors")
+    weights = load_file(convert(tmp_path / "hf", tmp_path / "out", dtype="bf16") / "model.safetensors")
     assert "lm_head.weight" not in weights and {w.dtype for w in weights.values()} == {torch.bfloat16}
     edit_weights(tmp_path / "hf", lambda w: w["lm_head.weight"][3].add_(1))
     with pytest.raises(ValueError, match="lm_head.weight differs"):
@@ -225,7 +225,7 @@ def test_source_dtype_is_kept(tmp_path):
     checkpoint(tmp_path / "hf")
     edit_weights(tmp_path / "hf", lambda w: w["model.norm.weight"].fill_(1e5))
     with pytest.raises(ValueError, match="norm.weight .* beyond float16"):
-        convert(tmp_path / "hf", tmp_path / "out", dtype="float16")
+        convert(tmp_path / "hf", tmp_path / "out", dtype="fp16")
 
 
 def test_padding_rows_are_no_tokens(hf, tmp_path):
