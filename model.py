@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 FEW_ROWS = 12   # rows up to which linear() sums them one by one on the CPU; also the sums it keeps going at once
 CHUNK = 64      # tokens fed at once in prefill: the caches need that much room past the prompt
-ROPE_SCALING = {"linear": ["factor"],       # the kinds, and the numbers each needs
+ROPE_SCALING = {"linear": ["factor"],       # the kinds, and the numbers each needs; "factors" needs a list of them
+                "factors": [],
                 "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 
 
@@ -34,7 +35,8 @@ class Config:
     tokens: int = 0                     # ids below this are real tokens, the rest is padding; 0 = all of them
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None    # {"kind": "linear", "factor"}, {"kind": "llama3", "factor", ...} or None
+    rope_scaling: dict | None = None    # {"kind": "linear", "factor"}, {"kind": "llama3", "factor", ...},
+                                        # {"kind": "factors", "factors": [one for each pair of a head]} or None
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -51,6 +53,12 @@ class Config:
                 raise ValueError(f"rope_scaling {kind!r} is not supported: {', '.join(ROPE_SCALING)} or none")
             for name in ROPE_SCALING[kind]:
                 check(f"rope_scaling {name}", scaling.get(name), float)
+            if kind == "factors":
+                check("rope_scaling factors", factors := scaling.get("factors"), list)
+                if len(factors) != self.head_dim // 2:
+                    raise ValueError(f"rope_scaling has {len(factors)} factors, a head {self.head_dim // 2} pairs")
+                for factor in factors:
+                    check("a factor of rope_scaling", factor, float)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: not a multiple")
         if self.head_dim % 2:
@@ -115,6 +123,8 @@ def inverse_frequencies(config: Config) -> Tensor:
         return freq
     if scaling["kind"] == "linear":
         return freq / scaling["factor"]
+    if scaling["kind"] == "factors":            # a GGUF of Llama 3.1 has its scaling worked out, for each pair
+        return freq / torch.tensor(scaling["factors"], dtype=torch.float32, device="cpu")
     # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # full turns within the old context
