@@ -12,7 +12,7 @@ import tokenizer as tokenizers
 from bench_measure import curve, measure
 from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
 from generate import DEFAULT_TARGET, Parser
-from model import load_model, read_config
+from load import open_checkpoint
 
 TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "
         "wiped\nthe salt from the great lens and wrote the weather in his book: wind from the north, light rain, three "
@@ -156,11 +156,13 @@ def load(options):
         measured = pair.agree(agreement, temperature=options.temperature)
         return pair.target, pair.draft, {"random": ids}, (), (
             f"synthetic weights, {options.shape} with draft {name}, agreement {measured:.2f}")
-    target, tokens = load_model(options.target, options.device, options.dtype), tokenizers.load(options.target)
-    draft = load_model(options.draft, options.device, options.dtype) if options.draft else None
-    if draft is not None and (difference := tokenizers.compare(tokens, tokenizers.load(options.draft))):
-        raise ValueError(f"--draft {options.draft} does not share the target's tokenizer: {difference}")
-    template = read_config(options.target)["chat_template"]
+    opened, draft = open_checkpoint(options.target), None
+    if options.draft:
+        other = open_checkpoint(options.draft)
+        if difference := tokenizers.compare(opened.tokens, other.tokens):
+            raise ValueError(f"--draft {options.draft} does not share the target's tokenizer: {difference}")
+        draft = other.load(options.device, options.dtype)
+    target, tokens, template = opened.load(options.device, options.dtype), opened.tokens, opened.template
     prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
                for kind, texts in PROMPTS.items()}
     return target, draft, prompts, tokens.eos, f"{Path(options.target).name}"

@@ -14,7 +14,8 @@ import torch
 
 import tokenizer as tokenizers
 from drafts import ModelDraft, NgramDraft, NoDraft
-from model import CHUNK, KVCache, load_model, read_config
+from load import open_checkpoint
+from model import CHUNK, KVCache
 from output import Row, report
 from sample import Sampling, probs
 from speculate import State, accept_matched, commit, speculate
@@ -147,7 +148,7 @@ def options(argv=None) -> argparse.Namespace:
     parser = Parser(description="Speculative decoding: what the target alone would write, sooner.")
     add = parser.add_argument
     add("--target", metavar="DIR", default=DEFAULT_TARGET,
-        help="folder made by convert_weights.py (default: %(default)s)")
+        help="folder made by convert_weights.py, or a checkpoint it could convert (default: %(default)s)")
     add("--draft", metavar="none|ngram|DIR", default="ngram",
         help="who guesses: nobody, prompt lookup (default), or a smaller model")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
@@ -214,13 +215,14 @@ def load_drafter(args, target, tokens, S: int):
         return NoDraft()
     if args.draft == "ngram":
         return NgramDraft(args.k)
-    folder = Path(args.draft)
-    if not folder.is_dir():
+    if not Path(args.draft).exists():
         raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py")
-    same = folder.resolve() == Path(args.target).resolve()
-    if not same and (difference := tokenizers.compare(tokens, tokenizers.load(folder))):
-        raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
-    model = target if same else load_model(folder, args.device, target.embed.weight.dtype)
+    model = target
+    if Path(args.draft).resolve() != Path(args.target).resolve():
+        draft = open_checkpoint(args.draft)
+        if difference := tokenizers.compare(tokens, draft.tokens):
+            raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
+        model = draft.load(args.device, target.embed.weight.dtype)
     cache = KVCache(model.config, max(1, len(args.prompt)), S, args.device, target.embed.weight.dtype)
     return ModelDraft(model, cache, args.k, target.config.tokens)
 
@@ -344,13 +346,13 @@ def main(argv=None) -> int:
         args = options(argv)
         if not Path(args.target).exists() and args.target == DEFAULT_TARGET:
             raise ValueError(f"{DEFAULT_TARGET} is missing: make it with  python convert_weights.py smollm2")
-        config = read_config(args.target)
-        tokens, template = tokenizers.load(args.target), config.get("chat_template")
+        opened = open_checkpoint(args.target)
+        tokens, template = opened.tokens, opened.template
         if (args.chat or args.interactive) and not template:
             remedy = "use --prompt" if args.interactive else "use --raw"
             raise ValueError(f"{args.target} has no chat template: {remedy}")
         args.chat = bool(template) if args.chat is None else args.chat
-        target = load_model(args.target, args.device, getattr(torch, args.dtype) if args.dtype else None)
+        target = opened.load(args.device, getattr(torch, args.dtype) if args.dtype else None)
         return (run_chat if args.interactive else run_prompts)(args, target, tokens, template)
     except ValueError as error:
         note("generate.py: " + " ".join(str(error).splitlines()))

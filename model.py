@@ -305,11 +305,14 @@ def read_config(folder) -> dict:
     return config
 
 
+def default_dtype(device) -> torch.dtype:
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
 def load_model(folder, device="cpu", dtype=None) -> Transformer:
     """The model of a folder written by convert_weights.py; dtype None is float32 on the CPU, bfloat16 elsewhere."""
     config, path = Config(**read_config(folder)["model"]), Path(folder) / "model.safetensors"
-    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
-        return build(config, load_file(path), device, dtype)
+        return build(config, load_file(path), device, dtype or default_dtype(device))
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}. Convert the checkpoint again") from None

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import generate as cli
 import tokenizer as tokenizers
 from conftest import config, random_model
-from model import Transformer
+from model import Transformer, load_model
 
 PIECES = [bytes([b]) for b in range(256)] + [b"th", b"he", b"in", b"the", b" t", b"lo", b" the"]
 SPECIAL = {"<|im_start|>": len(PIECES), "<|im_end|>": len(PIECES) + 1}
@@ -124,7 +124,7 @@ def start(models, *argv, target="scripted"):
 
 def answer(models, said: list[str], max_new=30, target="target") -> str:
     """The next answer in a conversation (user, assistant, user, ...) by the functions: nothing is kept from before."""
-    tokens, model = tokenizers.load(models / target), cli.load_model(models / target)
+    tokens, model = tokenizers.load(models / target), load_model(models / target)
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     ids = tokenizers.chat(CHATML, turns, tokens)
     max_new = min(max_new, model.config.context - len(ids))
@@ -182,7 +182,7 @@ def test_refused_in_a_process(models):
 @pytest.mark.parametrize("name, value, code, says", [
     ("DEFAULT_TARGET", Path("absent"), 2, "absent is missing: make it with  python convert_weights.py smollm2"),
     ("compile_round", lambda: fail(RuntimeError("No working C++ compiler found in ...")), 2, "--no-compile"),
-    ("load_model", lambda *_: fail(KeyboardInterrupt()), 130, "")])
+    ("open_checkpoint", lambda *_: fail(KeyboardInterrupt()), 130, "")])
 def test_ends_before_the_text(name, value, code, says, models, monkeypatch, capsys):
     """Killed: `except InvalidCxxCompiler`, which comes wrapped; no `except KeyboardInterrupt` in main; no remedy."""
     monkeypatch.setattr(cli, "DEFAULT_TARGET", models / "target")

@@ -1,0 +1,58 @@
+"""A checkpoint -> a model, its tokenizer and its chat template: a folder convert_weights.py wrote, or one it could convert.
+
+The second kind is converted in memory, each time: nothing is written, and loading takes longer.
+"""
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizer as tokenizers
+from convert_source import Stored, read_json
+from convert_tokenizer import check_tokenizer
+from convert_weights import read_source
+from model import Config, Transformer, build, default_dtype, load_model, read_config
+
+
+class Checkpoint(NamedTuple):
+    """What is known of a checkpoint before its weights are read."""
+    config: dict                            # our config.json
+    tokens: tokenizers.Tokenizer
+    load: Callable[..., Transformer]        # (device, dtype) -> the model; dtype None: float32 on the CPU, else bfloat16
+
+    @property
+    def template(self) -> str | None:
+        return self.config.get("chat_template")
+
+
+def open_checkpoint(path) -> Checkpoint:
+    """Raises ValueError for what is no checkpoint, is damaged, or is one that this engine does not compute."""
+    path = Path(path)
+    if not convertible(path):
+        return Checkpoint(read_config(path), tokenizers.load(path),
+                          lambda device="cpu", dtype=None: load_model(path, device, dtype))
+    with tempfile.TemporaryDirectory() as scratch:
+        config, stored = read_source(str(path), Path(scratch), with_tokenizer=True)
+        (Path(scratch) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        check_tokenizer(Path(scratch))
+        tokens = tokenizers.load(scratch)
+    return Checkpoint(config, tokens, lambda device="cpu", dtype=None: read_model(config, stored, device, dtype))
+
+
+def convertible(path: Path) -> bool:
+    """Whether this is somebody else's format.  What is neither is taken for a damaged folder of ours."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    if not (path / "config.json").exists():
+        return (path / "params.json").exists()
+    try:
+        return "model" not in (config := read_json(path / "config.json")) and "model_type" in config
+    except ValueError:
+        return False
+
+
+def read_model(config: dict, stored: dict[str, Stored], device, dtype) -> Transformer:
+    """One tensor at a time: each is cast and moved before the next is read."""
+    dtype = dtype or default_dtype(device)
+    return build(Config(**config["model"]), {n: s.read().to(device, dtype) for n, s in stored.items()}, device, dtype)
