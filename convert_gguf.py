@@ -1,4 +1,5 @@
 """GGUF files -> what convert_source.py describes; and SmolLM2, the default target, which comes as one."""
+import math
 import re
 import subprocess
 import sys
@@ -74,13 +75,18 @@ def gguf_config(facts: dict, tensors: dict, divisors) -> dict:
         raise ValueError(f"this GGUF lacks {', '.join(missing)}")
     if "token_embd.weight" not in tensors:
         raise ValueError("this GGUF lacks token_embd.weight: it is no whole model")
-    dim, heads, context = (whole(facts, k) for k in ("embedding_length", "attention.head_count", "context_length"))
-    rows, head_dim = tensors["token_embd.weight"].shape[0], whole(facts, "attention.key_length", dim // heads)
+    dim, heads, context, layers, ffn_dim = (whole(facts, k) for k in (
+        "embedding_length", "attention.head_count", "context_length", "block_count", "feed_forward_length"))
+    head_dim = whole(facts, "attention.key_length", dim // heads)
+    kv_heads = whole(facts, "attention.head_count_kv", heads)
+    most = max(n for t in tensors.values() for n in t.shape)
+    if layers > len(tensors) or max(dim, heads * head_dim, kv_heads, ffn_dim) > most:       # before it is even outlined
+        raise ValueError("GGUF metadata asks for more, or larger, layers than the file has")
+    rows = math.prod(tensors["token_embd.weight"].shape[:-1])
     check_metadata(arch, facts, rows, head_dim, context)
     has = lambda *names: any(f"blk.0.{name}.bias" in tensors for name in names)     # only the tensors tell
-    return dict(vocab_size=rows, dim=dim, layers=whole(facts, "block_count"), heads=heads,
-                kv_heads=whole(facts, "attention.head_count_kv", heads), head_dim=head_dim,
-                ffn_dim=whole(facts, "feed_forward_length"), context=context,
+    return dict(vocab_size=rows, dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+                ffn_dim=ffn_dim, context=context,
                 norm_eps=round(number(facts, "attention.layer_norm_rms_epsilon"), 12),      # 9.999999747e-06 is 1e-5
                 rope_theta=number(facts, "rope.freq_base", 10_000.0), rope_scaling=gguf_rope(facts, divisors, head_dim),
                 tie_embeddings="output.weight" not in tensors, qkv_bias=has("attn_q", "attn_k", "attn_v"),

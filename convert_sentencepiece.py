@@ -1,24 +1,26 @@
 """Writes a sentencepiece model for a vocabulary that comes without one: out of a GGUF, or out of tokenizer.json.
 
-The file is one protobuf message, sentencepiece_model.proto's ModelProto; the few kinds of fields it needs are encoded here.
+The file is one protobuf message, sentencepiece_model.proto's ModelProto; the few kinds of fields it needs are encoded
+here.
 """
 import struct
 from pathlib import Path
 
 import sentencepiece
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)      # types of a piece; GGUF's token_type is the same
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)      # a piece's type, also in a GGUF
 
 
 def write_model(path: Path, pieces: list[tuple[str, float, int]], add_dummy_prefix: bool, bos: int, eos: int,
                 unk: int) -> None:
-    """A BPE model of these (piece, score, type), in order of id: of two neighbours, those merge first whose union has the
-    highest score.  Text is not normalised: only a blank becomes "▁", and add_dummy_prefix puts one in front.
+    """A BPE model of these (piece, score, type), in order of id: of all neighbours, those merge first whose union has
+    the highest score.  Text is not normalised: only a blank becomes "▁", and add_dummy_prefix puts one in front.
     USER_DEFINED pieces are found in any text before it is split, CONTROL pieces never.  bos, eos: a CONTROL piece's id,
     or -1 for none.  Raises ValueError where sentencepiece cannot use such a vocabulary."""
     none = pieces[unk][0]               # no control piece, so that its id is -1; a name left out would stand for <s>
     name = lambda i: none if i < 0 else pieces[i][0]
-    trainer = b"".join((field(3, 2), field(4, len(pieces)), field(35, any(kind == BYTE for _, _, kind in pieces)),  # BPE
+    bpe, falls_back_to_bytes = 2, any(kind == BYTE for _, _, kind in pieces)
+    trainer = b"".join((field(3, bpe), field(4, len(pieces)), field(35, falls_back_to_bytes),
                         field(40, unk), field(41, bos), field(42, eos), field(43, -1),
                         field(45, none), field(46, name(bos)), field(47, name(eos)), field(48, none)))
     normalizer = field(1, "identity") + field(3, add_dummy_prefix) + field(4, False) + field(5, True)

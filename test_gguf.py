@@ -86,7 +86,6 @@ def test_gguf(tmp_path, changes):
 @pytest.mark.parametrize("options, message", [
     ({"arch": "qwen2"}, "qwen2"), ({"pre": "deepseek-llm"}, "deepseek-llm' is not supported"),
     ({"facts": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
-    ({"extra": {"rope_freqs.weight": torch.ones(4)}}, "rope_freqs"),
     ({"extra": {"blk.0.attn_sinks.weight": torch.ones(4)}}, "blk.0.attn_sinks.weight")])
 def test_gguf_that_is_not_understood_is_refused(tmp_path, options, message):
     """Kills: yarn taken for none; unknown pre-tokenizers split like GPT-2; any architecture taken for llama."""
