@@ -47,7 +47,8 @@ def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max
     fed = [tokens[:max(n, 0)] for tokens, n in zip(state.tokens.tolist(), known.tolist())]
     common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
               for old, ids in zip(fed, prompts)]
-    start = state.pos.new_tensor([min(c, len(ids) - 1) for c, ids in zip(common, prompts)])
+    # One token that is known is fed again: a drafter may pair each token with the features before it.
+    start = state.pos.new_tensor([max(0, min(c, len(ids)) - 1) for c, ids in zip(common, prompts)])
     for row, ids in enumerate(prompts):
         state.tokens[row, :len(ids)] = state.tokens.new_tensor(ids)
     last = state.pos.new_tensor([len(ids) - 1 for ids in prompts])

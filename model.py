@@ -220,6 +220,17 @@ class Block(nn.Module):
         return self.o(y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
 
 
+def places(c: Config, freq: Tensor, x: Tensor, pos: Tensor, span: int, depth=None, sees=None):
+    """What every layer needs to know of where x (B, T, dim) sits, made once: RoPE's cos and sin (B, 1, T, D/2) float32, what
+    attention adds to its scores (B, 1, H/G * T, span), see Block.attention, and slots (B, T)."""
+    T = x.shape[1]
+    offset = torch.arange(T, device=x.device)
+    angle = (pos[:, None] + (offset if depth is None else depth)).float()[:, None, :, None] * freq
+    bias = torch.where(visible(pos, T, span, sees), 0.0, -math.inf).to(x.dtype)
+    bias = bias[:, None].repeat(1, 1, c.heads // c.kv_heads, 1)
+    return angle.cos(), angle.sin(), bias, pos[:, None] + offset
+
+
 class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
@@ -234,17 +245,10 @@ class Transformer(nn.Module):
         """Feed tokens (B, T) to slots pos..pos+T-1, pos (B,), attending to the first `span` slots.  A chain by default;
         a tree gives each token its depth (T,) and whom it sees (T, T).
         -> hidden (B, T, dim) for `head`; the outputs of the layers in `taps`, side by side (B, T, len(taps)*dim)."""
-        T = tokens.shape[1]
-        offset = torch.arange(T, device=tokens.device)
-        angle = (pos[:, None] + (offset if depth is None else depth)).float()[:, None, :, None] * self.freq
-        cos, sin = angle.cos(), angle.sin()                                     # (B, 1, T, D/2) float32
-        x, slots = self.embed(tokens), pos[:, None] + offset
-        # What attention adds to its scores, made once for all layers: (B, 1, H/G * T, span), see Block.attention.
-        bias = torch.where(visible(pos, T, span, sees), 0.0, -math.inf).to(x.dtype)
-        bias = bias[:, None].repeat(1, 1, self.config.heads // self.config.kv_heads, 1)
-        tapped = []
+        x, tapped = self.embed(tokens), []
+        where = places(self.config, self.freq, x, pos, span, depth, sees)
         for i, block in enumerate(self.layers):
-            x = block(x, cos, sin, bias, slots, *cache.layer(i))
+            x = block(x, *where, *cache.layer(i))
             if i in taps:
                 tapped.append(x)
         return self.norm(x), torch.cat(tapped, -1) if tapped else x[..., :0]

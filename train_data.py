@@ -1,26 +1,33 @@
-"""What a drafter learns from: texts that the target itself wrote, cached on disk, and its features for each token of them.
+"""What a drafter learns from: texts that the target itself wrote and its features for every token of them, kept on disk.
 
-A drafter is used on the target's own text, so it is trained on that, and not on books: at temperature 0 and at 1, because
-it will be asked to guess at both.  Which prompts are held out is a property of the prompt, the same in every run.
+A drafter is used on the target's own text, so it is trained on that and not on books: at temperature 0 and at 1, because
+it will have to guess at both.  The features cost nothing: the rounds that write a text compute them anyway.
+A shard is one batch of texts, written whole or not at all, so an interruption costs one batch at most.
 """
 import json
+import os
+import random
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import tokenizer as tokenizers
-from drafts import NoDraft
 from generate import compile_round, generate, make_state, warm_up
 from sample import Sampling
+from speculate import Draft
 
-HELD_OUT = 12           # one prompt in so many is never trained on
-PASSES = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]        # temperature of the first, second, ... text of every prompt
-LONGEST = 256           # prompt tokens; longer ones are left out
-NEW = 160               # tokens written for each
+HELD_OUT = 12                                   # one prompt in so many is never trained on
+TEMPERATURES = 0.0, 1.0, 1.0                    # of a prompt's first, second, third text
+LONGEST, NEW, BATCH = 256, 160, 96              # prompt tokens (longer ones are left out), tokens written, texts a shard
 
 
 def held_out(prompt: str) -> bool:
+    """A property of the prompt alone: the same in every run, whatever other prompts there are."""
     return zlib.crc32(prompt.encode()) % HELD_OUT == 0
 
 
@@ -29,48 +36,92 @@ def read_prompts(path) -> list[str]:
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
         prompts = [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no prompts ({error}): one a line, plain or as {{\"prompt\": ...}}") from None
     if not prompts:
         raise ValueError(f"{path} is empty: give one prompt a line")
     return list(dict.fromkeys(prompts))
 
 
-def read_texts(path: Path) -> list[dict]:
-    """The cache: {"prompt", "pass", "temperature", "start", "ids"} a line; ids[start:] is what the target wrote.  A last line
-    that an interruption cut is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+class Recorder(nn.Module):
+    """A drafter that guesses nothing and keeps what the tapped layers say: features (B, S, len(taps)*dim)."""
+    nodes = 0
+
+    def __init__(self, taps, state, dim: int):
+        super().__init__()
+        self.taps = taps
+        self.register_buffer("features", torch.zeros(*state.tokens.shape, len(taps) * dim, dtype=torch.bfloat16,
+                                                     device=state.pos.device))
+        self.register_buffer("fed", torch.zeros_like(state.pos))        # the slot this round's token is fed to
+
+    def start(self, state, begin, hidden):
+        self.features[:, :hidden.shape[1]] = hidden
+        self.fed.copy_(state.pos)
+
+    def propose(self, state, sampling):
+        return Draft(state.tokens[:, :0])
+
+    def observe(self, state, out, n, hidden, p):
+        self.features[torch.arange(len(n), device=n.device), self.fed] = hidden[:, 0].to(torch.bfloat16)
+        self.fed.copy_(state.pos)
 
 
 @torch.no_grad()
-def write_texts(target, tokens, template, prompts: list[str], path: Path, passes: int, B: int, stop, note) -> None:
-    """Append to the cache until every prompt has so many texts or stop() says so; prompts it already has are skipped."""
-    done = {(t["prompt"], t["pass"]) for t in read_texts(path)}
+def write_texts(target, tokens, template, prompts: list[str], taps, folder: Path, stop, note) -> None:
+    """Write the shards that are missing in folder until stop() says so: shard i always holds the same texts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shuffled = random.Random(0).sample(prompts, len(prompts))
     ids = {p: tokenizers.chat(template, [{"role": "user", "content": p}], tokens) if template else tokens.prompt(p)
-           for p in prompts}
-    todo = [(p, i) for i in range(passes) for p in prompts if len(ids[p]) <= LONGEST and (p, i) not in done]
+           for p in shuffled}
+    plan = [(p, turn) for turn in range(len(TEMPERATURES)) for p in shuffled if len(ids[p]) <= LONGEST]
+    shards = {folder / f"{i:04}.safetensors": plan[at:at + BATCH] for i, at in enumerate(range(0, len(plan), BATCH))}
+    todo = {path: texts for path, texts in shards.items() if not path.exists()}
     if not todo:
         return
-    state = make_state(target, B, LONGEST + NEW, 0, tokens.eos)
-    sampling, drafter, step = Sampling(B, device=state.pos.device), NoDraft(), compile_round()
+    state = make_state(target, BATCH, LONGEST + NEW, 0, tokens.eos)
+    drafter, sampling, step = Recorder(taps, state, target.config.dim), Sampling(BATCH, device=state.pos.device), compile_round()
     warm_up(step, target, drafter, state, sampling, LONGEST)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "r+b" if path.exists() else "wb") as file:
-        file.truncate(keep := sum(len(json.dumps(t)) + 1 for t in read_texts(path)))
-        file.seek(keep)
-        for start in range(0, len(todo), B):
-            batch = (todo[start:start + B] * B)[:B]                     # the last one is filled with texts thrown away
-            temperatures = [PASSES[i % len(PASSES)] for _, i in batch]
-            sampling.set(temperatures, seed=[zlib.crc32(f"{i} {p}".encode()) for p, i in batch])
-            state.pos.fill_(-1)
-            new = [[] for _ in batch]
-            for round, _, _ in generate(target, drafter, state, sampling, [ids[p] for p, _ in batch], [NEW] * B, step):
-                new = [a + b for a, b in zip(new, round)]
-            for (p, i), t, text in list(zip(batch, temperatures, new))[:len(todo) - start]:
-                line = {"prompt": p, "pass": i, "temperature": t, "start": len(ids[p]), "ids": ids[p] + text}
-                file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            note(f"texts: {min(start + B, len(todo))} of {len(todo)} written")
-            if stop():
-                return
+    for path, texts in todo.items():
+        if stop():
+            return
+        batch = (texts * BATCH)[:BATCH]                                 # the last one is filled up with texts thrown away
+        sampling.set([TEMPERATURES[turn] for _, turn in batch], seed=[zlib.crc32(f"{turn} {p}".encode()) for p, turn in batch])
+        state.pos.fill_(-1)
+        for _ in generate(target, drafter, state, sampling, [ids[p] for p, _ in batch], [NEW] * BATCH, step):
+            pass
+        ends = (state.pos + 1).tolist()[:len(texts)]
+        whole = {"tokens": torch.cat([state.tokens[i, :n] for i, n in enumerate(ends)]).int().cpu(),
+                 "features": torch.cat([drafter.features[i, :n] for i, n in enumerate(ends)]).cpu()}
+        about = [{"prompt": p, "temperature": TEMPERATURES[turn], "start": len(ids[p]), "length": n}
+                 for (p, turn), n in zip(texts, ends)]
+        save_file(whole, path.with_suffix(".part"), metadata={"texts": json.dumps(about), "taps": json.dumps(taps)})
+        os.replace(path.with_suffix(".part"), path)
+        note(f"{path}: {len(texts)} texts, {sum(ends):,} tokens; {len(shards) - len(list(folder.glob('*.safetensors')))} to go")
+
+
+@dataclass
+class Text:
+    """One text of the target: tokens (T,), features (T, len(taps)*dim) bfloat16; tokens[start:] is what the target wrote.
+    The last token was never fed, so its features mean nothing."""
+    prompt: str
+    temperature: float
+    start: int
+    tokens: Tensor
+    features: Tensor
+
+
+def read_texts(folder: Path, taps) -> list[Text]:
+    """All texts of the shards.  ValueError when there are none, or when other layers were tapped."""
+    texts = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            about, tapped = (json.loads(file.metadata()[key]) for key in ("texts", "taps"))
+            tokens, features = file.get_tensor("tokens"), file.get_tensor("features")
+        if tapped != list(taps):
+            raise ValueError(f"{path} holds the layers {tapped}, not {list(taps)}: remove {folder} or name another")
+        lengths = [t.pop("length") for t in about]
+        texts += [Text(**t, tokens=x.long(), features=f)
+                  for t, x, f in zip(about, tokens.split(lengths), features.split(lengths))]
+    if not texts:
+        raise ValueError(f"{folder} holds no texts: run train.py texts first")
+    return texts

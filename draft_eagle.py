@@ -1,0 +1,131 @@
+"""EAGLE: a drafter of one decoder layer that reads the target's mind (Li et al. 2024, arXiv 2401.15077; EAGLE-3: 2503.01840).
+
+An independent draft must work out the text for itself.  EAGLE is told what the target made of it: slot i of its one-layer
+cache holds the pair (target's features at position i, token at position i + 1), and its output there guesses token i + 2.
+Beyond the newest token there are no features yet: its own output takes their place.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import CHUNK, Block, Config, KVCache, Linear, RMSNorm, inverse_frequencies, linear, places, rotate
+from sample import DRAFT, draw, exponential, probs
+from speculate import Draft, State
+
+
+class Eagle(nn.Module):
+    """The trained part, and what it borrows from the target: the embedding, and the output matrix's rows of the tokens in
+    `vocab` (R,), the only ones it can guess.  A fifth of a small target's bytes are its output matrix."""
+
+    def __init__(self, config: Config, taps: tuple[int, ...], vocab: Tensor):
+        super().__init__()
+        self.config, self.taps, c = config, tuple(taps), config
+        self.fuse = Linear(len(taps) * c.dim, c.dim, bias=False)         # features of several layers -> one
+        self.token_norm, self.feature_norm = RMSNorm(c.dim, c.norm_eps), RMSNorm(c.dim, c.norm_eps)
+        self.join = Linear(2 * c.dim, c.dim, bias=False)
+        self.block, self.norm = Block(c), RMSNorm(c.dim, c.norm_eps)
+        self.register_buffer("vocab", vocab)
+
+    def borrow(self, target) -> "Eagle":
+        """Take what is the target's own.  Before this it cannot run; none of it is in the draft's file."""
+        head = (target.embed if target.lm_head is None else target.lm_head).weight
+        self.embed, self.freq = target.embed.weight, inverse_frequencies(self.config).to(head.device)
+        self.register_buffer("head", head[self.vocab].clone(), persistent=False)
+        index = torch.full((self.config.tokens,), len(self.vocab), device=head.device)
+        index[self.vocab] = torch.arange(len(self.vocab), device=head.device)
+        self.register_buffer("index", index, persistent=False)          # (V,): where in vocab a token is; R: nowhere
+        return self
+
+    def pair(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """tokens (B, T) and the features (B, T, dim) one position before them -> the layer's input (B, T, dim)."""
+        embedded = F.embedding(tokens, self.embed)
+        return self.join(torch.cat((self.token_norm(embedded), self.feature_norm(features)), -1))
+
+    def forward(self, tokens, features, pos, cache: KVCache, span: int) -> Tensor:
+        """Feed pairs to slots pos..pos+T-1, pos (B,) -> (B, T, dim): features guessed for the position of each token."""
+        x = self.pair(tokens, features)
+        return self.block(x, *places(self.config, self.freq, x, pos, span), *cache.layer(0))
+
+    def logits(self, guessed: Tensor) -> Tensor:
+        """(..., dim) -> (..., R)"""
+        return linear(self.norm(guessed), self.head)
+
+    def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
+        """Training: what `propose` would compute from every position at once.  tokens (B, T), features (B, T, taps*dim)
+        -> `depth` tensors (B, T, dim): [s][:, t] is the (s+1)-th guess after t's pair, so it is about token t + 2 + s.
+        From the second on a guess reads the guess before it, as it will when drafting (EAGLE-3's training-time test)."""
+        B, T = tokens.shape
+        c, block, guessed, keys, out = self.config, self.block, self.fuse(features), [], []
+        mask = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
+        for s in range(depth):
+            fed = F.pad(tokens, (0, s + 1))[:, s + 1:]                  # (B, T): token t + 1 + s
+            x = self.pair(fed, guessed)
+            at = torch.full((B,), s, device=tokens.device)
+            cos, sin, *_ = places(c, self.freq, x, at, 1)
+            y = block.attn_norm(x)
+            q, k, v = (m(y).view(B, T, -1, c.head_dim).transpose(1, 2) for m in (block.q, block.k, block.v))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            keys.append((k, v))
+            x = x + block.o(chain_attention(q, keys, mask).transpose(1, 2).reshape(B, T, -1))
+            y = block.ffn_norm(x)
+            guessed = x + block.down(F.silu(block.gate(y)) * block.up(y))
+            out.append(guessed)
+        return out
+
+
+def chain_attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    """q (B, H, T, D) of one step; keys and values (B, G, T, D) of all steps so far.  Position t sees the first step's slots up
+    to t (mask (T, T)), and of the later steps only its own chain: slot t of each."""
+    (k, v), *own = [(k.repeat_interleave(q.shape[1] // k.shape[1], 1), v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+                    for k, v in keys]
+    q = q * q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores] + [(q * k).sum(-1, keepdim=True) for k, _ in own], -1).softmax(-1)
+    T = q.shape[2]
+    return scores[..., :T] @ v + sum(scores[..., T + i, None] * v for i, (_, v) in enumerate(own))
+
+
+class EagleDraft(nn.Module):
+    """A chain of K guesses, each drawn from q.  A module, because what it remembers between rounds must be buffers."""
+
+    def __init__(self, model: Eagle, state: State, K: int):
+        super().__init__()
+        B, S = state.tokens.shape
+        weight = model.head
+        self.model, self.nodes, self.taps = model, K, model.taps
+        self.cache = KVCache(model.config, B, S, weight.device, weight.dtype)
+        self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to
+        self.register_buffer("guessed", torch.zeros(B, 1, model.config.dim, device=weight.device, dtype=weight.dtype))
+
+    def start(self, state: State, begin: Tensor, hidden: Tensor):
+        """Pairs of the prompt: their tokens are one ahead of their features, and the newest token is drawn already."""
+        for start in range(0, hidden.shape[1], CHUNK):
+            pos = (begin + start).clamp_max(state.tokens.shape[1] - CHUNK)      # as Transformer.prefill places its chunks
+            slots = pos[:, None] + torch.arange(CHUNK, device=pos.device)
+            tokens = state.tokens.gather(1, (slots + 1).clamp_max(state.tokens.shape[1] - 1))
+            features = self.model.fuse(hidden[:, start:start + CHUNK])
+            guessed = self.model(tokens, features, pos, self.cache, int(pos.max()) + CHUNK)
+            last = (state.pos - 1 - pos)[:, None, None]                         # the newest pair, where this chunk holds it
+            here = guessed.gather(1, last.clamp(0, CHUNK - 1).expand_as(self.guessed))
+            self.guessed.copy_(torch.where((last >= 0) & (last < CHUNK), here, self.guessed))
+        self.at.copy_(state.pos)
+
+    def propose(self, state: State, sampling) -> Draft:
+        steps = torch.arange(self.nodes, device=state.pos.device)
+        at = state.pos[:, None] + 1 + steps
+        race = exponential(sampling.seed[:, None].expand_as(at), DRAFT, at, len(self.model.vocab))
+        guessed, tokens, q = self.guessed, [], []
+        for i in range(self.nodes):
+            if i:
+                guessed = self.model(tokens[-1], guessed, self.at + i - 1, self.cache, state.span)
+            q.append(probs(self.model.logits(guessed), sampling))                               # (B, 1, R)
+            tokens.append(self.model.vocab[draw(q[-1], race[:, i:i + 1])])
+        # R probabilities -> V: the other tokens are never guessed, so their q is 0, which is all that losslessness asks
+        q = F.pad(torch.cat(q, 1), (0, 1))[..., self.model.index]
+        return Draft(torch.cat(tokens, 1), q)
+
+    def observe(self, state: State, out: Tensor, n: Tensor, hidden: Tensor, p: Tensor):
+        """The target's features replace the guessed ones: K+1 pairs are fed, of which n+1 count."""
+        guessed = self.model(out, self.model.fuse(hidden), self.at, self.cache, state.span)
+        self.guessed.copy_(guessed.gather(1, n[:, None, None].expand_as(self.guessed)))
+        self.at.copy_(state.pos)
