@@ -2,6 +2,7 @@
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
+import math
 import warnings
 from pathlib import Path
 
@@ -9,70 +10,120 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer as Reference
 from tokenizers import models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import convert_tokenizer as ct
 import convert_weights as cw
+import gguf_file
 import tokenizer
 from checkpoints import NASTY, SPLITS, checkpoint, edit, logits, one_thread  # noqa: F401 (autouse)
 from conftest import decode
 from model import load_model, read_config
 
-pytestmark = pytest.mark.xdist_group("smollm2")        # one process converts the model, the others would convert it again
+pytestmark = pytest.mark.xdist_group("smollm2")      # one process converts the model, the others would convert it again
+KIND = gguf.GGMLQuantizationType
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers.": "blk.",
+         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+K_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}   # where a block has them
 
 
-def write_gguf(path: Path, reference, arch="llama", pre="gpt-2", facts={}, extra={}):
-    """A GGUF of a transformers Llama, rows of q and k interleaved one by one; its vocabulary: 256 bytes and a merge."""
-    c, w, kind = reference.config, gguf.GGUFWriter(path, arch), gguf.GGMLQuantizationType.F16
-    for key, value in {"block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-                       "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
-                       "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
-                       "attention.key_length": c.head_dim, "attention.value_length": c.head_dim}.items():
-        w.add_uint32(f"llama.{key}", value)
-    w.add_float32("llama.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
-    for key, value in facts.items():
-        w.add_string(key, value)
-    tokens = [*ct.byte_alphabet(), "th", "<|im_end|>", "[PAD]"]
-    w.add_string("tokenizer.ggml.model", "gpt2")
-    w.add_string("tokenizer.ggml.pre", pre)
-    w.add_array("tokenizer.ggml.tokens", tokens)
-    w.add_array("tokenizer.ggml.token_type", [1] * 257 + [3, 5])
-    w.add_array("tokenizer.ggml.merges", ["t h"])
-    w.add_uint32("tokenizer.ggml.bos_token_id", 257)
-    w.add_uint32("tokenizer.ggml.eos_token_id", 257)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-             "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-             "lm_head": "output"}
-    for name, value in (dict(reference.state_dict()) | extra).items():
-        value = value.numpy()
-        if "q_proj" in name or "k_proj" in name:
+def write_gguf(path: Path, reference, arch="llama", kind=KIND.F16, facts={}, extra={}, parts=0):
+    """A GGUF of a transformers model, as llama.cpp's converter writes it, matrices of layers quantised; the model then
+    holds what was stored.  `facts` over its metadata, None leaves one out; its vocabulary is 256 bytes, a merge, a
+    control token and padding.  `parts`: tensors in each part of a file that is split."""
+    c, w = reference.config, gguf.GGUFWriter(path, arch, split_max_tensors=parts)
+    given = {"block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
+             "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size, "vocab_size": c.vocab_size,
+             "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
+             "attention.key_length": c.head_dim, "attention.value_length": c.head_dim,
+             "rope.dimension_count": c.head_dim, "rope.freq_base": 10_000.0,
+             "attention.layer_norm_rms_epsilon": c.rms_norm_eps}
+    given = {f"{arch}.{key}": value for key, value in given.items()} | {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["t h"],
+        "tokenizer.ggml.tokens": [*ct.byte_alphabet(), "th", "<|im_end|>", "[PAD]"],
+        "tokenizer.ggml.token_type": [1] * 257 + [3, 5],
+        "tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 257}
+    add = {str: w.add_string, bool: w.add_bool, int: w.add_uint64, float: w.add_float32, list: w.add_array}
+    for key, value in (given | facts).items():
+        if value is not None:
+            add[type(value)](key, value)
+    for name, p in reference.state_dict().items():
+        if c.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        rows = range(len(p))
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             D = c.head_dim
-            value = np.stack([value[h * D + j + half * D // 2] for h in range(len(value) // D)
-                              for j in range(D // 2) for half in (0, 1)])
-        for theirs, short in names.items():
+            rows = [h * D + j + half * D // 2 for h in range(len(p) // D) for j in range(D // 2) for half in (0, 1)]
+        value = pack(p.numpy()[rows], kind if p.ndim == 2 and "layers" in name else KIND.F32)
+        p[rows] = torch.from_numpy(gguf.quants.dequantize(*value))
+        for theirs, short in NAMES.items():
             name = name.replace(theirs, short)
-        if value.ndim == 2 and name.startswith("blk"):
-            w.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-        else:
-            w.add_tensor(name, value.astype(np.float32))
+        w.add_tensor(name, value[0], raw_dtype=value[1])
+    for name, value in extra.items():
+        w.add_tensor(name, np.array(value, np.float32))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
-def test_gguf(tmp_path, changes):
-    """Kills: q and k left interleaved; k unpermuted with q's number of heads; biases of q not unpermuted; bos_token_id
-    put before text although nothing says add_bos_token; unused ids counted as tokens."""
-    reference = checkpoint(tmp_path / "hf", vocab_size=260, **changes)
+def pack(x: np.ndarray, kind: KIND) -> tuple[np.ndarray, KIND]:
+    """x as blocks; for the kinds the gguf package only reads, blocks of random bits with scales about as small as x."""
+    if kind.name not in K_SCALES:
+        return gguf.quants.quantize(np.ascontiguousarray(x), kind), kind
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = np.random.default_rng(0).integers(0, 256, (len(x), x.shape[1] // 256, size), np.uint8)
+    for at, scale in zip(K_SCALES[kind.name], (2e-4, 1e-3)):
+        blocks[..., at:at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return blocks.reshape(len(x), -1), kind
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_SCALES])
+def test_quantisations(tmp_path, kind):
+    """Kills: 16-bit weights widened, bfloat16 read as float16, rows of q unpermuted in blocks."""
+    reference = checkpoint(tmp_path / "hf", vocab_size=260, hidden_size=256, intermediate_size=256, head_dim=64)
     for p in reference.parameters():
-        p.data = p.data.half().float()                               # so that storing F16 loses nothing
-    write_gguf(tmp_path / "m.gguf", reference)
+        p.data /= 4
+    write_gguf(tmp_path / "m.gguf", reference, kind=KIND[kind])
+    cw.convert(str(tmp_path / "m.gguf"), tmp_path / "out")
+    ours, layer = load_file(tmp_path / "out" / "model.safetensors"), reference.model.layers[1]
+    for name, p in {"q": layer.self_attn.q_proj, "v": layer.self_attn.v_proj, "down": layer.mlp.down_proj}.items():
+        w = ours[f"layers.1.{name}.weight"]
+        assert torch.equal(w.float(), p.weight) and w.dtype == gguf_file.PLAIN.get(kind, torch.float32)
+    tokens = torch.randint(258, (2, 24))
+    with torch.no_grad():
+        want = reference(tokens).logits[..., :258]
+        torch.testing.assert_close(logits(tmp_path / "out", tokens), want, rtol=0, atol=1e-4)
+        text = tokens[:1, :5]
+        for _ in range(8):
+            text = torch.cat((text, reference(text).logits[:, -1:, :258].argmax(-1)), 1)
+    texts, _ = decode("none", 0, [tokens[0, :5].tolist()], 8, target=load_model(tmp_path / "out"))
+    assert texts == [text[0, 5:].tolist()]
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}}
+
+
+@pytest.mark.parametrize("arch, changes, facts", [
+    ("llama", {}, {}), ("llama", {"tie_word_embeddings": True}, {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    ("llama", LINEAR, {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+    ("llama", LINEAR, {"llama.rope.scaling.factor": 4.0}), ("llama", LINEAR, {"llama.rope.scale_linear": 4.0}),
+    ("qwen2", {}, {}), ("qwen3", {"tie_word_embeddings": True}, {"qwen3.attention.causal": True}),
+    ("llama", {}, {"llama.vocab_size": None, "llama.attention.key_length": None, "llama.attention.value_length": None,
+                   "llama.rope.freq_base": None, "llama.attention.sliding_window": 128, "llama.expert_count": 0})])
+def test_gguf(tmp_path, arch, changes, facts):
+    """Kills: q and k left interleaved; k unpermuted with q's number of heads; Qwen's q and k unpermuted; biases of q
+    not unpermuted; a factor without a type ignored; bos_token_id put before text although nothing says add_bos_token;
+    unused ids counted as tokens."""
+    reference = checkpoint(tmp_path / "hf", arch, vocab_size=260, **changes)
+    write_gguf(tmp_path / "m.gguf", reference, arch, facts=facts)
     cw.convert(str(tmp_path / "m.gguf"), tmp_path / "out")
     torch.manual_seed(2)
     tokens = torch.randint(258, (2, 40))
@@ -83,26 +134,78 @@ def test_gguf(tmp_path, changes):
     assert (tok.bos, tok.eos, tok.vocab_size) == (None, (257,), 258) and tok.encode("the") == [256, *tok.encode("e")]
 
 
+def llama3_factors(rope: dict, D: int) -> list[float]:
+    """What llama.cpp's converter writes as rope_freqs.weight: each pair's frequency is divided by it."""
+    old, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    out = []
+    for j in range(0, D, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (j / D)
+        smooth = (old / wavelength - low) / (high - low)
+        out.append(1 if wavelength < old / high else factor if wavelength > old / low else
+                   1 / ((1 - smooth) / factor + smooth))
+    return out
+
+
+def test_rope_factors(tmp_path):
+    """Positions up to four times the original context.  Kills: multiplied instead of divided; the tensor ignored."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
+    reference = checkpoint(tmp_path / "hf", vocab_size=260, head_dim=16, rope_parameters=rope)
+    factors = llama3_factors(rope, 16)
+    assert factors[0] == 1 and 1 < factors[1] < 8 and factors[-1] == 8
+    write_gguf(tmp_path / "m.gguf", reference, extra={"rope_freqs.weight": factors})
+    cw.convert(str(tmp_path / "m.gguf"), tmp_path / "out")
+    tokens = torch.randint(258, (1, 128))
+    with torch.no_grad():
+        want = reference(tokens).logits[..., :258]
+    torch.testing.assert_close(logits(tmp_path / "out", tokens), want, rtol=0, atol=1e-4)
+
+
+def fact(key, value):
+    return {"facts": {key: value}}
+
+
+GGML = "tokenizer.ggml."
+
+
 @pytest.mark.parametrize("options, message", [
-    ({"arch": "qwen2"}, "qwen2"), ({"pre": "deepseek-llm"}, "deepseek-llm' is not supported"),
-    ({"facts": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
-    ({"extra": {"blk.0.attn_sinks.weight": torch.ones(4)}}, "blk.0.attn_sinks.weight")])
-def test_gguf_that_is_not_understood_is_refused(tmp_path, options, message):
-    """Kills: yarn taken for none; unknown pre-tokenizers split like GPT-2; any architecture taken for llama."""
-    write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", vocab_size=260), **options)
-    with pytest.raises(ValueError, match=message):
-        cw.convert(str(tmp_path / "m.gguf"), tmp_path / "out")
+    ({"arch": "gemma3"}, "gemma3"), (fact("general.type", "adapter"), "adapter"),
+    (fact("llama.rope.scaling.type", "yarn"), "yarn"),
+    ({"facts": {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0}}, "'none' by 2.0"),
+    ({"facts": {"llama.rope.scaling.factor": 2.0}, "extra": {"rope_freqs.weight": [1] * 4}}, "rope_freqs.weight alone"),
+    ({"extra": {"rope_freqs.weight": [1] * 3}}, "a head 4 pairs"),
+    ({"extra": {"rope_freqs.weight": [1, 1, 1, 0]}}, "must be positive"),
+    ({"arch": "qwen2", "extra": {"rope_freqs.weight": [1] * 4}}, "rope_freqs.weight"),
+    ({"extra": {"rope_factors_long.weight": [1] * 4}}, "rope_factors_long.weight"),
+    ({"extra": {"blk.0.attn_sinks.weight": [1] * 4}}, "blk.0.attn_sinks.weight"),
+    ({"extra": {"blk.0.attn_q_norm.weight": [1] * 8}}, "blk.0.attn_q_norm.weight"),
+    *[(fact(f"llama.{key}", value), key) for key, value in {
+        "expert_count": 8, "attention.sliding_window": 64, "logit_scale": 2.0, "embedding_scale": 2.0,
+        "residual_scale": 2.0, "rope.dimension_count": 4, "attention.value_length": 4, "vocab_size": 259,
+        "attention.causal": False, "attention.scale": 1.0, "pooling_type": 3}.items()],
+    *[(fact(key, None), key.removeprefix("llama.")) for key in (
+        "llama.feed_forward_length", "llama.attention.layer_norm_rms_epsilon", "llama.context_length",
+        f"{GGML}tokens", f"{GGML}token_type", f"{GGML}merges")],
+    (fact("llama.block_count", "two"), "'two'"), (fact("llama.attention.head_count", [4, 4]), "[4, 4]"),
+    (fact("llama.block_count", 1 << 60), "more, or larger"), (fact("llama.embedding_length", 1 << 60), "larger"),
+    (fact("llama.attention.key_length", 1 << 60), "larger"), (fact("llama.rope.freq_base", "10000"), "freq_base"),
+    (fact("tokenizer.chat_template", 5), "chat_template")])
+def test_refused(tmp_path, capsys, options, message):
+    """One line, and the folder stays as it was.  Kills: yarn taken for none; any architecture taken for llama; unknown
+    metadata passes; the size asked for not compared with the file's; another family's rope_freqs.weight dropped."""
+    arch = options.get("arch", "llama")
+    family = arch if arch == "qwen2" else "llama"
+    write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", family, vocab_size=260), **options)
+    refused(tmp_path, capsys, message)
 
 
-def test_cut_gguf_is_one_clear_error(tmp_path, capsys):
-    """Kills: the reader's own exceptions (an IndexError, mostly) pass through."""
-    write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", vocab_size=260))
-    whole = (tmp_path / "m.gguf").read_bytes()
+def refused(folder: Path, capsys, message="", file="m.gguf"):
     capsys.readouterr()
-    for size in [*range(0, 12_000, 401), len(whole) // 2, len(whole) - 1]:      # 12,000: metadata and tensors' headers
-        (tmp_path / "m.gguf").write_bytes(whole[:size])
-        assert cw.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
-        assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out").exists()
+    (folder / "out").mkdir(exist_ok=True)
+    assert cw.main([str(folder / file), str(folder / "out")]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and not any((folder / "out").iterdir()), err
 
 
 # ---- SmolLM2, the default target
@@ -237,7 +340,8 @@ def test_smollm2_text_is_the_same_with_every_drafter(smollm2):
     Kills: RoPE off by one past the first chunk; a span shorter than the text."""
     target, tokens = load_model(smollm2), tokenizer.load(smollm2)
     ids = tokenizer.chat(read_config(smollm2)["chat_template"],
-                         [{"role": "user", "content": "Repeat exactly: one two three four, one two three four."}], tokens)
+                         [{"role": "user", "content": "Repeat exactly: one two three four, one two three four."}],
+                         tokens)
     plain, _ = decode("none", 0, [ids], 14, target=target)
     lookup, rounds = decode("ngram", 4, [ids], 14, target=target)
     assert lookup == plain and len(rounds) < 13
