@@ -78,6 +78,35 @@ def hf_folder(folder: Path) -> Path:
     return folder
 
 
+def fallback_folder(folder: Path, change=lambda raw: raw):
+    """Tiny weights and a sentencepiece-style tokenizer.json, BPE over characters with byte fallback, after `change` ->
+    its tokenizers.Tokenizer, what was written.  One token cannot be made by its merges; a special one follows at the end."""
+    checkpoint(folder, vocab_size=2048)
+    tok = Reference(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tok.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    tok.train_from_iterator(["the theme of them is there 12 é "] * 9 + ["more or less is moreover"] * 5, trainers.BpeTrainer(
+        vocab_size=320, show_progress=False, special_tokens=special))
+    raw = json.loads(tok.to_str())
+    raw["model"]["vocab"]["moreox"] = len(raw["model"]["vocab"])
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    raw["added_tokens"] = [flags | {"id": i, "content": t} for i, t in enumerate(special[:3])]
+    raw["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    raw |= {"pre_tokenizer": None, "decoder": None, "post_processor": {
+        "type": "TemplateProcessing", "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}}
+    raw = change(raw)
+    raw["added_tokens"].append(flags | {"id": len(raw["model"]["vocab"]), "content": "<|end|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    edit(folder, "tokenizer_config.json", bos_token="<s>", eos_token="</s>")
+    try:
+        return Reference.from_file(str(folder / "tokenizer.json")), raw
+    except Exception:                   # a test that spoils it does not need it
+        return None, raw
+
+
 def edit(folder: Path, file="config.json", drop=(), **changes):
     path = folder / file
     raw = json.loads(path.read_text()) if path.exists() else {}

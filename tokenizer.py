@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 import tiktoken
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model import read_config
@@ -26,11 +26,12 @@ CORPUS = (" ½ ²  ৩ 12", "  12 \n\n 3\t4  \n", "It's we'll THEY'RE O'Neil 'ti
           "é e\u0301 naïve ﬁ Å", "👩‍👩‍👧‍👦 🏳️‍🌈 🇳🇴👍🏽", "漢字かな交じり文 한국어",
           "السَّلامُ عليكم ١٢٣", "for (i=0;i<10;i++){ x[i]+=0x1F; } // --> done!!!", "1234567 3.14159 1,000,000",
           "<|im_start|>user</s><s>[INST]", "\u00a0\u2003\u200b\ufeff", "Ж ж й हिन्दी ไทย ꙮ 𝔘𝔫𝔦", "...?!! -- __init__")
+BLANKS = r"[^\S\x1c-\x1f]*"         # Unicode's White_Space: what tokenizers means by blanks; Python has four more
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    ordinary: Callable[[str], list[int]]    # the library's own encoder, blind to special tokens
+    ordinary: Callable[[str, bool], list[int]]  # the library's own encoder, blind to special tokens
     pieces: list[bytes]                     # by id; a special token's own text for special tokens
     special_tokens: dict[str, int]
     hidden: frozenset[int]                  # special ids nobody wants to read: decode and Stream skip them
@@ -39,16 +40,19 @@ class Tokenizer:
     bos_token: str = ""                     # what a chat template calls by these names
     eos_token: str = ""
     normal_form: str | None = None          # e.g. NFC (Qwen), applied before anything else
+    lstrip: frozenset[int] = frozenset()    # specials that swallow the blanks before them in a template's text,
+    rstrip: frozenset[int] = frozenset()    # and those behind them
 
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
 
-    def encode(self, text: str) -> list[int]:
-        """Ordinary text to ids, no BOS; the text of a special token is plain text here.  ValueError on a surrogate."""
+    def encode(self, text: str, first: bool = True) -> list[int]:
+        """Ordinary text to ids, no BOS; the text of a special token is plain text here.  ValueError on a surrogate.
+        first: it starts a conversation, no special token before it (some put a blank only there)."""
         if bad := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"lone surrogate U+{ord(bad[0]):04X} at character {bad.start()}: the text is not Unicode")
-        return self.ordinary(unicodedata.normalize(self.normal_form, text) if self.normal_form else text)
+        return self.ordinary(unicodedata.normalize(self.normal_form, text) if self.normal_form else text, first)
 
     def prompt(self, text: str) -> list[int]:
         return ([] if self.bos is None else [self.bos]) + self.encode(text)
@@ -101,7 +105,8 @@ def load(folder) -> Tokenizer:
             raise ValueError(f"bos or eos {sorted(stray)} is no token")
         unicodedata.normalize(form or "NFC", "é")       # an unknown form shows here, not at the first text
         return Tokenizer(ordinary, pieces, special, hidden, spec["bos"], tuple(spec["eos"]),
-                         spec.get("bos_token") or "", spec.get("eos_token") or "", form)
+                         spec.get("bos_token") or "", spec.get("eos_token") or "", form,
+                         frozenset(spec.get("lstrip", ())), frozenset(spec.get("rstrip", ())))
     except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{folder}: tokenizer missing or damaged ({reason}): convert the checkpoint again") from None
@@ -127,11 +132,11 @@ def load_tiktoken(path: Path, spec: dict):
     stand_ins = {token: size + i for i, token in enumerate(missing)}
     encoding = tiktoken.Encoding("", pat_str=spec["pattern"], mergeable_ranks=ranks | stand_ins, special_tokens={})
 
-    def ordinary(text: str) -> list[int]:
+    def ordinary(text: str, first: bool) -> list[int]:
         ids = [i for part in short_blanks(text) for i in encoding.encode_ordinary(part)]
         kept = [i for i in ids if i < size]
-        if lost := len(ids) - len(kept):
-            warnings.warn(f"{lost} bytes of the text are not in this model's vocabulary and were dropped", stacklevel=3)
+        if lost := sorted({missing[i - size].hex() for i in ids if i >= size}):
+            warnings.warn(f"dropped: bytes {' '.join(lost)}, which this model's vocabulary does not have", stacklevel=3)
         return kept
 
     return {i: token for token, i in ranks.items()}, ordinary
@@ -150,15 +155,19 @@ def short_blanks(text: str, most: int = 100_000):
 
 def load_sentencepiece(path: Path, spec: dict):
     """-> ({id: bytes}, encoder).  Control pieces are never matched in text: sentencepiece sees to that itself."""
-    model = sentencepiece.SentencePieceProcessor()
-    model.LoadFromSerializedProto(path.read_bytes())
+    file, rule = path.read_bytes(), spec.get("prefix", {"after_special": True, "before_blank": True})
+    model, bare = sentencepiece.SentencePieceProcessor(), sentencepiece.SentencePieceProcessor()
+    model.LoadFromSerializedProto(file)
+    # Of a protobuf field that occurs twice the last one counts: normalizer_spec { add_dummy_prefix: false }
+    bare.LoadFromSerializedProto(file + b"\x1a\x02\x18\x00")
     pieces = {}
     for i in range(model.get_piece_size()):
         piece = model.id_to_piece(i)
         pieces[i] = bytes([int(piece[1:-1], 16)]) if model.is_byte(i) else piece.replace("▁", " ").encode()
 
-    def ordinary(text: str) -> list[int]:
-        ids = model.encode(text)
+    def ordinary(text: str, first: bool) -> list[int]:
+        blank = (first or rule["after_special"]) and (rule["before_blank"] or not text.startswith((" ", "▁")))
+        ids = (model if blank else bare).encode(text)
         if unknown := ids.count(model.unk_id()):
             warnings.warn(f"{unknown} characters of the text are unknown to this model's vocabulary", stacklevel=3)
         return ids
@@ -183,17 +192,27 @@ def chat(template: str | None, messages: list[dict], tokenizer: Tokenizer, add_g
 
     def protect(content: str) -> str:
         # A guard marks every special inside; fences stop one from forming across the border with the template's text.
-        # They stand inside the outer blanks, so that a template's `trim` finds what it would have found.
+        # They stand inside the outer blanks, so that a template's `trim` finds what it would have found, and only where
+        # text could be part of a special: a template may ask how a message starts.
         core = content.strip()
         marked = re.sub(f"(?={specials})", guard, core)
-        return content.replace(core, fence + marked + fence) if core else content
+        part = any(core in s or any(core.startswith(s[i:]) or core.endswith(s[:i]) for i in range(1, len(s)))
+                   for s in tokenizer.special_tokens)
+        return content.replace(core, fence + marked + fence if part else marked) if core else content
 
     safe = [message | {"content": protect(message["content"])} for message in messages]
     text = render(template, safe, tokenizer, add_generation_prompt)
-    ids = []
-    for i, part in enumerate(re.split(f"(?<!{guard})({specials})", text)):
+    parts, ids = re.split(f"(?<!{guard})({specials})", text), []     # text, special, text, special, ..., text
+    for i, part in enumerate(parts):
+        if i % 2:
+            ids.append(tokenizer.special_tokens[part])
+            continue
         part = part.replace(guard, "").replace(fence, "")
-        ids += [tokenizer.special_tokens[part]] if i % 2 else tokenizer.encode(part) if part else []
+        if i and tokenizer.special_tokens[parts[i - 1]] in tokenizer.rstrip:
+            part = re.sub(rf"^{BLANKS}", "", part)
+        if parts[i + 1:] and tokenizer.special_tokens[parts[i + 1]] in tokenizer.lstrip:
+            part = re.sub(rf"{BLANKS}$", "", part)
+        ids += tokenizer.encode(part, first=i == 0)
     if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
         ids.insert(0, tokenizer.bos)
     return ids
@@ -204,7 +223,7 @@ def render(template: str, messages: list[dict], tokenizer: Tokenizer, add_genera
     def raise_exception(message):
         raise ValueError(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     env.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -212,25 +231,37 @@ def render(template: str, messages: list[dict], tokenizer: Tokenizer, add_genera
         return env.from_string(template).render(messages=messages, add_generation_prompt=add_generation_prompt,
                                                 bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
     except Exception as error:      # a template is a program of unknown origin: whatever it raises is its refusal
-        raise ValueError(f"the chat template refuses this conversation: {error}") from None
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"the chat template refuses this conversation: {why}") from None
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks the text to train on.  Here it is text like any other."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
 
 def compare(a: Tokenizer, b: Tokenizer) -> str | None:
-    """None when two tokenizers give the same ids for the same text, else one line naming the first difference."""
+    """None when two tokenizers give the same ids for the same text, and every id that both have means the same; else
+    one line naming the first difference.  What cannot matter to a draft is left out: the BOS (a draft is fed the
+    target's prompt, BOS included), how a chat is written, and special tokens past the end of the smaller vocabulary
+    (no text becomes one, and an id that only one of the two models has is never proposed)."""
+    n = min(a.vocab_size, b.vocab_size)
+    special = [{i for i in t.special_tokens.values() if i < n} for t in (a, b)]
     for i, (x, y) in enumerate(zip(a.pieces, b.pieces)):
         if x != y:
             return f"token {i} is {x!r} in one tokenizer and {y!r} in the other"
-    if a.special_tokens != b.special_tokens:
-        text = min(set(a.special_tokens.items()) ^ set(b.special_tokens.items()), key=lambda item: item[::-1])[0]
-        ids = a.special_tokens.get(text), b.special_tokens.get(text)
-        return f"special token {text!r} has id {ids[0]} in one tokenizer and {ids[1]} in the other"
-    if a.vocab_size != b.vocab_size:
-        return f"one tokenizer has {a.vocab_size} tokens, the other {b.vocab_size}"
-    if a.bos != b.bos:
-        return f"one tokenizer starts a text with {a.bos}, the other with {b.bos}"
-    ordinary = (piece for i, piece in enumerate(a.pieces) if i not in a.hidden)
+    if odd := special[0] ^ special[1]:
+        return f"token {min(odd)}, {a.pieces[min(odd)]!r}, is special in one tokenizer and plain text in the other"
+    for t, other in ((a, b), (b, a)):
+        if rest := sorted(set(range(n, t.vocab_size)) - set(t.special_tokens.values())):
+            return f"token {rest[0]}, {t.pieces[rest[0]]!r}, is missing in the tokenizer of {other.vocab_size} tokens"
+    ordinary = [piece for i, piece in enumerate(a.pieces[:n]) if i not in special[0]]
     with warnings.catch_warnings(action="ignore"):
-        for text in (*CORPUS, b"\n".join(ordinary).decode("utf-8", "ignore")):
+        for text in (*CORPUS, *(sep.join(ordinary).decode("utf-8", "ignore") for sep in (b"\n", b""))):
             x, y = a.encode(text), b.encode(text)
             if x != y:
                 i = next((i for i, (s, t) in enumerate(zip(x, y)) if s != t), min(len(x), len(y)))
