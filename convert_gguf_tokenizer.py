@@ -60,6 +60,8 @@ def write_byte_level(facts: dict, new: Path, tokens: list[str], types: list[int]
     if odd := [repr(tokens[i]) for i, t in enumerate(types) if t in (USER_DEFINED, BYTE)]:
         raise ValueError(f"GGUF tokenizer gpt2 that finds added tokens in text is not supported: {', '.join(odd)}")
     pattern, merges = PATTERNS[facts["pre"]], [tuple(m.split(" ")) for m in listed(facts, "merges", str)]
+    if odd := [m for m in merges if len(m) != 2]:
+        raise ValueError(f"GGUF merges must be two parts and a blank between, not {' '.join(odd[0])!r}")
     write_ranks(new, {i: tokens[i] for i, t in enumerate(types) if t == NORMAL}, merges, pattern in WHOLE_WORDS)
     return {"kind": "tiktoken", "file": "tokenizer.tiktoken", "pattern": pattern,
             "special_tokens": {tokens[i]: i for i, t in enumerate(types) if t != NORMAL},   # unused ones too: no holes
