@@ -47,6 +47,11 @@ LACKING = {             # a field of other families -> what it asks for
     "quantization_config": "quantised weights: convert the original checkpoint", "vision_config": "vision encoder"}
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")      # whose defaults, for fields that their config.json leaves out, we know
 
+# Families with the names and fields of a Llama whose code computes something else (found by converting a random model of
+# every causal language model in transformers 5.24 and comparing logits).
+OTHER = {"ernie4_5": "RoPE over interleaved pairs", "helium": "RoPE over interleaved pairs",
+         "gemma": "scaled embeddings and norms of 1 + weight"}
+
 
 def read_hf(src: Path, new: Path, with_tokenizer: bool):
     """-> (our config.json, {our name: Stored}); the tokenizer's file goes to folder `new`."""
@@ -76,6 +81,8 @@ def refuse_other_networks(raw: dict) -> None:
     family = raw.get("model_type")
     if not isinstance(family, str) or not family:
         raise ValueError(f"model_type {family!r} of the checkpoint's config names no family")
+    if family in OTHER:
+        raise ValueError(f"model_type {family!r} is not supported: the network here has no {OTHER[family]}")
     neutral = {k for k in raw if k.startswith("_") or k.endswith(("_token_id", "_version"))}
     refuse_unknown(raw, READ | NEUTRAL | neutral, LACKING)
     if raw.get("auto_map") and family not in KNOWN:
