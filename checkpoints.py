@@ -80,13 +80,13 @@ def hf_folder(folder: Path) -> Path:
 
 def fallback_folder(folder: Path, change=lambda raw: raw):
     """Tiny weights and a sentencepiece-style tokenizer.json, BPE over characters with byte fallback, after `change` ->
-    its tokenizers.Tokenizer, what was written.  One token cannot be made by its merges; a special one follows at the end."""
+    its tokenizers.Tokenizer, what was written.  No merge makes "moreox"; a special token comes last."""
     checkpoint(folder, vocab_size=2048)
     tok = Reference(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tok.pre_tokenizer = pre_tokenizers.Metaspace()
     special = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    tok.train_from_iterator(["the theme of them is there 12 é "] * 9 + ["more or less is moreover"] * 5, trainers.BpeTrainer(
-        vocab_size=320, show_progress=False, special_tokens=special))
+    tok.train_from_iterator(["the theme of them is there 12 é "] * 9 + ["more or less is moreover"] * 5,
+                            trainers.BpeTrainer(vocab_size=320, show_progress=False, special_tokens=special))
     raw = json.loads(tok.to_str())
     raw["model"]["vocab"]["moreox"] = len(raw["model"]["vocab"])
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
@@ -105,6 +105,17 @@ def fallback_folder(folder: Path, change=lambda raw: raw):
         return Reference.from_file(str(folder / "tokenizer.json")), raw
     except Exception:                   # a test that spoils it does not need it
         return None, raw
+
+
+def unfold(raw: dict, scheme: str) -> dict:
+    """A sentencepiece-style tokenizer.json with another rule for the blank in front."""
+    if scheme in ("prepend", "replace"):
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        steps = [{"type": "Prepend", "prepend": "▁"}] * (scheme == "prepend") + [replace]
+        return raw | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    rule, split = scheme.split("+") if "+" in scheme else (scheme, "")
+    return raw | {"normalizer": None, "pre_tokenizer": {
+        "type": "Metaspace", "replacement": "▁", "prepend_scheme": rule, "split": bool(split)}}
 
 
 def edit(folder: Path, file="config.json", drop=(), **changes):

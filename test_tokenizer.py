@@ -15,7 +15,7 @@ from tokenizers import normalizers
 import convert_weights as cw
 import tokenizer
 from checkpoints import ALL, NASTY, SPLITS, checkpoint, damage, edit, hf_folder, one_thread  # noqa: F401 (autouse)
-from checkpoints import fallback_folder, reference_tokenizer
+from checkpoints import fallback_folder, reference_tokenizer, unfold
 from model import read_config
 
 NFC = normalizers.NFC()
@@ -38,10 +38,11 @@ def test_byte_level_bpe_equals_tokenizers(tmp_path, name):
     nasty = ["".join(rng.choices(" \n\r\t'sredlv12٣½aé漢!_-🙂e\u0301", k=30)) for _ in range(500)]
     assert list(ours.special_tokens) == ["<|endoftext|>", "<|im_end|>", "<s>", "<think>"]
     assert all(reference.token_to_id(t) == i for t, i in ours.special_tokens.items())
-    young = {c for c in ALL if NFC.normalize_str(c + "\u0301") != unicodedata.normalize("NFC", c + "\u0301")}
+    probes = ("{}\u0301", "\u0301{}", "{}\u0316", "\u0345{}")       # marks change places by their classes
+    young = {c for c in ALL if any(NFC.normalize_str(p.format(c)) != unicodedata.normalize("NFC", p.format(c)) for p in probes)
+             } if name == "qwen2" else set()
     for text in [*NASTY, *nasty, *rows()]:
-        if name == "qwen2":
-            text = "".join(c for c in text if c not in young)
+        text = "".join(c for c in text if c not in young)
         if "<s>" not in text:                                        # the reference would find the special token
             assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids
             assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if name == "qwen2" else text)
@@ -204,17 +205,6 @@ def test_compare(hf, tmp_path):
     assert "402" in tokenizer.compare(a, b) and "402" in tokenizer.compare(b, a)
 
 
-def unfold(raw: dict, scheme: str) -> dict:
-    """A sentencepiece-style tokenizer.json with another rule for the blank in front."""
-    if scheme in ("prepend", "replace"):
-        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        steps = [{"type": "Prepend", "prepend": "▁"}] * (scheme == "prepend") + [replace]
-        return raw | {"normalizer": {"type": "Sequence", "normalizers": steps}}
-    rule, split = scheme.split("+") if "+" in scheme else (scheme, "")
-    return raw | {"normalizer": None, "pre_tokenizer": {
-        "type": "Metaspace", "replacement": "▁", "prepend_scheme": rule, "split": bool(split)}}
-
-
 @pytest.mark.parametrize("scheme", ["prepend", "replace", "always", "first", "never", "always+split"])
 def test_sentencepiece_style_bpe_equals_tokenizers(tmp_path, scheme):
     """A tokenizer.json alone, of characters with byte fallback; every Unicode character.
@@ -287,12 +277,8 @@ def test_bytes_the_vocabulary_lacks_are_named(hf, tmp_path):
     """As SmolLM2, whose vocabulary lacks 21 bytes.  Kills: dropped silently; named by stand-in id; named twice."""
     cw.convert(str(hf), tmp_path / "out")
     path = tmp_path / "out" / "tokenizer.tiktoken"
-    lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join(b"AA== 402" if base64.b64decode(x.split()[0]) == b"\x06" else x for x in lines))
-    spec = read_config(tmp_path / "out")
-    ids = {base64.b64decode(x.split()[0]): int(x.split()[1]) for x in lines}
-    path.write_bytes(path.read_bytes().replace(b"AA== 402", b"BgY= %d" % ids[b"\x06"]))
+    path.write_bytes(path.read_bytes().replace(base64.b64encode(b"\x06") + b" ", base64.b64encode(b"a\x06") + b" "))
     tok = tokenizer.load(tmp_path / "out")
     with pytest.warns(UserWarning, match="bytes 06, which") as caught:
-        assert tok.encode("a\x06b\x06") == tok.encode("a") + tok.encode("b")
-    assert len(caught) == 1 and spec["tokenizer"]["kind"] == "tiktoken"
+        assert tok.encode("b\x06b\x06") == tok.encode("b") * 2
+    assert len(caught) == 1
