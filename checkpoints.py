@@ -133,3 +133,12 @@ def logits(model, tokens):
     model, (B, T) = load_model(model) if isinstance(model, Path) else model, tokens.shape
     hidden, _ = model(tokens, torch.zeros(B, dtype=torch.long), KVCache(model.config, B, T), span=T)
     return model.head(hidden)
+
+
+@torch.no_grad()
+def check_same(reference, folder: Path, T=64):
+    """The converted folder's logits are those of the transformers model, in float32."""
+    tokens = torch.randint(reference.config.vocab_size, (3, T), generator=torch.Generator().manual_seed(1))
+    want = reference(tokens).logits
+    assert want.std() > 0.5, "logits too flat to tell models apart"
+    torch.testing.assert_close(logits(folder, tokens), want, rtol=0, atol=1e-4)

@@ -168,7 +168,7 @@ def meta_tokenizer(src: Path, new: Path, scaled: bool) -> dict:
     lines = path.read_bytes().splitlines()
     if lines and re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+", lines[0]):
         return llama3_spec(path, lines, new, scaled)
-    spec = sentencepiece_spec(path, new, {}, {})
+    spec = sentencepiece_spec(path, new, {}, {}, {})
     names = {i: text for text, i in spec["special_tokens"].items()}
     return spec | {"bos_token": names.get(spec["bos"]), "eos_token": "</s>", "shown": [], "eos": []}    # assemble adds </s>
 
