@@ -42,7 +42,7 @@ def q6_k(block: bytes) -> list[float]:
 
 @pytest.mark.parametrize("kind, read", [("Q4_K", q4_k), ("Q6_K", q6_k)])
 def test_blocks_read_by_hand(tmp_path, kind, read):
-    """Kills: a tensor read from the wrong place; rows and columns exchanged."""
+    """Kills: a tensor read from the wrong place."""
     blocks, kind = pack(np.zeros((3, 512), np.float32), KIND[kind])
     (tmp_path / "t").write_bytes(b"abcde" + blocks.tobytes())
     ours = gguf_file.load(gguf_file.Packed(tmp_path / "t", 5, (3, 512), kind))

@@ -128,7 +128,8 @@ def test_pre_tokenizers(tmp_path, pre, splits):
 @pytest.mark.parametrize("changes, message", [
     ({"pre": "deepseek-llm"}, "'deepseek-llm'"), ({"pre": None}, "'default'"), ({"add_space_prefix": True}, "space"),
     ({"token_type": [1] * 257 + [4, 3]}, "'word'"),
-    ({"tokens": [*"ab"], "token_type": [1, 1], "eos_token_id": None}, "merges"), ({"tokens": 5}, "tokens"), ({"merges": ["a", "b c d"]}, "merges")])
+    ({"tokens": [*"ab"], "token_type": [1, 1], "eos_token_id": None}, "merges"), ({"tokens": 5}, "tokens"),
+    ({"merges": ["a", "b c d"]}, "merges")])
 def test_byte_level_that_is_not_understood(tmp_path, capsys, changes, message):
     """Kills: unknown pre-tokenizers split like GPT-2; added words never found in text although they should be."""
     facts = {"tokens": [*byte_alphabet(), "th", "word", "<|im_end|>"], "eos_token_id": 258, "bos_token_id": None,
