@@ -57,6 +57,16 @@ class Draft:
     valid: Tensor | None = None     # (B,): only the first so many count; None: all
 
 
+class Reseeded:
+    """The settings of `sampling` with another seed."""
+
+    def __init__(self, sampling, seed: Tensor):
+        self.sampling, self.seed = sampling, seed
+
+    def __getattr__(self, name):
+        return getattr(self.sampling, name)
+
+
 class Round(NamedTuple):
     out: Tensor                     # (B, K+1): out[:, :new] is what each row wrote
     n: Tensor                       # (B,) guesses among them
@@ -88,9 +98,39 @@ def accept_sampled(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tens
     at = n[:, None, None].expand(-1, 1, p.shape[-1])
     p_n, q_n = p.gather(1, at).squeeze(1), q.gather(1, at.clamp_max(K - 1)).squeeze(1)
     rest = (p_n - q_n * (n < valid)[:, None]).clamp_min(0)
+    return end_with_a_draw(tokens, n, rest, p_n, seed, pos)
+
+
+def accept_block(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tensor, valid: Tensor | None = None):
+    """Block verification of a chain drawn from q (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judges the guesses
+    together, keeps at least as many as accept_sampled on average, the same law.  Shapes as there.  A guess may be kept
+    although it fell short of its own test, because a later one had mass to spare.  So all noise of the round decides n,
+    also that of the guesses refused: `seed` and the seed of the draft must not be used again at these positions."""
+    K = tokens.shape[1]
+    valid = torch.full_like(pos, K) if valid is None else valid
+    step = torch.arange(K + 1, device=tokens.device)
+    p_x, q_x = p[:, :K].gather(2, tokens[..., None]).squeeze(2), q.gather(2, tokens[..., None]).squeeze(2)
+    # w_i = min(w_(i-1) p(x_i) / q(x_i), 1): how likely guess i and all before it are kept.  Exactly 1 where p = q.
+    w = [torch.ones_like(pos, dtype=torch.float32)]
+    for i in range(K):
+        w.append(torch.minimum(w[i] * p_x[:, i], q_x[:, i]) / q_x[:, i].clamp_min(1e-37))
+    w = torch.stack(w, 1)                                                                       # (B, K+1)
+    # What the target wants after i guesses beyond what guess i + 1 will bring.  Nothing comes after the last: q is 0.
+    q = F.pad(q * (step[:K] < valid[:, None])[..., None], (0, 0, 0, 1))
+    rest = (w[..., None] * p - q).clamp_min(0)                                                  # (B, K+1, V)
+    mass, u = rest.sum(-1), uniform(seed[:, None], ACCEPT, pos[:, None] + step)
+    keep = (u * (mass + (1 - w)) < mass) & (step <= valid[:, None])         # strict, no division: as in accept_sampled
+    n = (keep * step).amax(1)                           # the longest; 0 needs no verdict
+    at = n[:, None, None].expand(-1, 1, p.shape[-1])
+    return end_with_a_draw(tokens, n, rest.gather(1, at).squeeze(1), p.gather(1, at).squeeze(1), seed, pos)
+
+
+def end_with_a_draw(tokens: Tensor, n: Tensor, rest: Tensor, p_n: Tensor, seed: Tensor, pos: Tensor):
+    """n guesses of tokens (B, K) stay and a draw from the residual (B, V) follows -> n (B,), out (B, K+1)."""
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_n)                               # p = q up to rounding
-    extra = draw(rest, exponential(seed, TARGET, pos + 1 + n, p.shape[-1]))
-    return n, torch.where(torch.arange(K + 1, device=n.device) == n[:, None], extra[:, None], F.pad(tokens, (0, 1)))
+    extra = draw(rest, exponential(seed, TARGET, pos + 1 + n, p_n.shape[-1]))
+    step = torch.arange(tokens.shape[1] + 1, device=n.device)
+    return n, torch.where(step == n[:, None], extra[:, None], F.pad(tokens, (0, 1)))
 
 
 def accept_matched(tokens: Tensor, tree: Tree | None, p: Tensor, seed: Tensor, pos: Tensor, valid: Tensor | None = None):
@@ -135,12 +175,16 @@ def commit(state: State, out: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(n, new), new
 
 
-def speculate(target, drafter, state: State, sampling) -> Round:
-    """One round, and one compiled graph: no value is read on the host, no shape depends on what was accepted."""
+def speculate(target, drafter, state: State, sampling, block: bool = False) -> Round:
+    """One round, and one compiled graph: no value is read on the host, no shape depends on what was accepted.
+    block: guesses drawn from q are judged by accept_block instead of accept_sampled; a constant of the graph."""
+    if block:                                   # noise that decided one round's text is not used in the next one
+        sampling = Reseeded(sampling, sampling.seed ^ (state.pos << 40))
     draft = drafter.propose(state, sampling)
     p, hidden = verify(target, state, draft, sampling, drafter.taps)
     if draft.q is not None:
-        n, out = accept_sampled(draft.tokens, draft.q, p, sampling.seed, state.pos, draft.valid)
+        accept = accept_block if block else accept_sampled
+        n, out = accept(draft.tokens, draft.q, p, sampling.seed, state.pos, draft.valid)
     else:
         n, out, path = accept_matched(draft.tokens, draft.tree, p, sampling.seed, state.pos, draft.valid)
         if draft.tree is not None:              # past these two lines a tree is a chain: no drafter knows trees
