@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Reference
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import convert_tokenizer as ct
+import convert_weights as cw
 import tokenizer
 from model import KVCache, load_model
 
@@ -80,7 +82,7 @@ def hf_folder(folder: Path) -> Path:
 
 def fallback_folder(folder: Path, change=lambda raw: raw):
     """Tiny weights and a sentencepiece-style tokenizer.json, BPE over characters with byte fallback, after `change` ->
-    its tokenizers.Tokenizer, what was written.  No merge makes "moreox"; a special token comes last."""
+    its tokenizers.Tokenizer, what was written.  No merge makes "éé"; a special token comes last."""
     checkpoint(folder, vocab_size=2048)
     tok = Reference(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tok.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -88,7 +90,7 @@ def fallback_folder(folder: Path, change=lambda raw: raw):
     tok.train_from_iterator(["the theme of them is there 12 é "] * 9 + ["more or less is moreover"] * 5,
                             trainers.BpeTrainer(vocab_size=320, show_progress=False, special_tokens=special))
     raw = json.loads(tok.to_str())
-    raw["model"]["vocab"]["moreox"] = len(raw["model"]["vocab"])
+    raw["model"]["vocab"]["éé"] = len(raw["model"]["vocab"])
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     raw["added_tokens"] = [flags | {"id": i, "content": t} for i, t in enumerate(special[:3])]
     raw["normalizer"] = {"type": "Sequence", "normalizers": [
@@ -142,3 +144,14 @@ def check_same(reference, folder: Path, T=64):
     want = reference(tokens).logits
     assert want.std() > 0.5, "logits too flat to tell models apart"
     torch.testing.assert_close(logits(folder, tokens), want, rtol=0, atol=1e-4)
+
+
+def convert(src: Path, dst: Path, **options) -> Path:
+    cw.convert(str(src), dst, with_tokenizer=False, **options)
+    return dst
+
+
+def edit_weights(folder: Path, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")

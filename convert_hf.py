@@ -32,8 +32,8 @@ NEUTRAL = set("""
     torchscript chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params prefix
     temperature top_k top_p typical_p do_sample max_length max_new_tokens min_length num_beams num_beam_groups
     diversity_penalty early_stopping length_penalty repetition_penalty no_repeat_ngram_size num_return_sequences
-    encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values bad_words_ids suppress_tokens
-    begin_suppress_tokens exponential_decay_length_penalty""".split())
+    encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values bad_words_ids
+    suppress_tokens begin_suppress_tokens exponential_decay_length_penalty""".split())
 LACKING = {             # a field of other families -> what it asks for
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts",
                      "num_experts_per_tok"), "mixture of experts"),
@@ -45,10 +45,10 @@ LACKING = {             # a field of other families -> what it asks for
     "scale_emb": "embedding multiplier", "residual_multiplier": "residual multiplier",
     "scale_depth": "residual multiplier", "clip_qkv": "clipping of q, k and v", "quantization": "quantised weights",
     "quantization_config": "quantised weights: convert the original checkpoint", "vision_config": "vision encoder"}
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")      # whose defaults, for fields that their config.json leaves out, we know
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")      # whose defaults, for fields that a config.json leaves out, we know
 
-# Families with the names and fields of a Llama whose code computes something else (found by converting a random model of
-# every causal language model in transformers 5.24 and comparing logits).
+# Families with the names and fields of a Llama whose code computes something else: found by converting a random model
+# of every family of transformers 5.24 that could be built small, and comparing logits.
 OTHER = {"ernie4_5": "RoPE over interleaved pairs", "helium": "RoPE over interleaved pairs",
          "gemma": "scaled embeddings and norms of 1 + weight"}
 
@@ -94,8 +94,8 @@ def refuse_other_networks(raw: dict) -> None:
 
 
 def hf_config(raw: dict, names) -> dict:
-    """config.json of Hugging Face -> Config's fields.  A family that is not KNOWN has its biases and head norms where the
-    weights' `names` show them."""
+    """config.json of Hugging Face -> Config's fields.  A family that is not KNOWN has its biases and head norms where
+    the weights' `names` show them."""
     known = raw["model_type"] in KNOWN
     family, default = raw["model_type"], dict(norm_eps=1e-6, theta=10_000.0) if known else {}
     has = lambda *modules: any(re.search(rf"\.({'|'.join(modules)})\.", name) for name in names)
@@ -191,7 +191,8 @@ def hf_files(src: Path) -> tuple[list[Path], Path | None, dict[str, str]]:
 
 
 def plain_name(file) -> bool:
-    return isinstance(file, str) and file == Path(file).name and "\0" not in file and file.endswith((".safetensors", ".bin"))
+    right = isinstance(file, str) and file.endswith((".safetensors", ".bin"))
+    return right and file == Path(file).name and "\0" not in file
 
 
 def safetensors(file: Path, _=None):
@@ -221,8 +222,8 @@ def slices(file: Path):
 
 
 def pickled(file: Path, kept):
-    """(name, Stored) of every tensor in a file that torch.save wrote.  It is mapped from disk anew for each tensor, so that
-    memory holds one at a time; files older than torch 1.6 cannot be mapped, and `kept` keeps one of them whole."""
+    """(name, Stored) of every tensor in a file that torch.save wrote.  It is mapped from disk anew for each tensor, so
+    that memory holds one at a time; files older than torch 1.6 cannot be mapped, and `kept` keeps one of them whole."""
     load = unpickle if zipfile.is_zipfile(file) else kept
     held = load(file)
     if other := sorted(f"{name} ({kind})" for name, t in held.items() if (kind := oddity(t))):

@@ -22,8 +22,9 @@ READ = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of",
         "rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
 NEUTRAL = {"max_batch_size", "max_seq_len", "model_parallel_size"}
 LACKING = {"moe": "mixture of experts", "moe_args": "mixture of experts", "lora_args": "LoRA adapter",
-           "quantization_args": "quantised weights", "vision_model": "vision encoder", "vision_chunk_size": "vision encoder",
-           "vision_num_cross_attention_layers": "vision encoder", "sliding_window": "sliding-window attention"}
+           "quantization_args": "quantised weights", "vision_model": "vision encoder",
+           "vision_chunk_size": "vision encoder", "vision_num_cross_attention_layers": "vision encoder",
+           "sliding_window": "sliding-window attention"}
 LLAMA3_ROWS = 128_256
 
 
@@ -67,7 +68,7 @@ def meta_config(params: dict, shapes: dict[str, tuple], tied: bool) -> dict:
     if params.get("vocab_size", -1) not in (-1, rows):
         raise ValueError(f"vocab_size {params['vocab_size']} in params.json, yet tok_embeddings.weight has {rows} rows")
     if (have := shapes.get("layers.0.feed_forward.w1.weight", (ffn,))[0]) != ffn:
-        raise ValueError(f"params.json makes the feed-forward {ffn} wide, yet w1 has {have} rows: a shard may be missing")
+        raise ValueError(f"params.json makes the feed-forward {ffn} wide, w1 has {have} rows: a shard may be missing")
     context, theta, scaling = meta_rope(params, dim, rows)
     return dict(vocab_size=rows, dim=dim, layers=whole(params, "n_layers"), heads=heads,
                 kv_heads=whole(params, "n_kv_heads", heads), head_dim=dim // heads, ffn_dim=ffn, context=context,
@@ -83,7 +84,7 @@ def ffn_width(params: dict) -> int:
 
 def meta_rope(params: dict, dim: int, rows: int) -> tuple[int, float, dict | None]:
     """-> (context, theta, our rope_scaling).  The files do not state the context; what is assumed is printed."""
-    theta = number(params, "rope_theta", 500_000.0 if rows == LLAMA3_ROWS else 10_000.0)    # the defaults of Meta's code
+    theta = number(params, "rope_theta", 500_000.0 if rows == LLAMA3_ROWS else 10_000.0)   # Meta's defaults
     if not params.get("use_scaled_rope"):
         if given := params.get("rope_scaling_factor"):
             raise ValueError(f"rope_scaling_factor {given!r} in params.json, yet use_scaled_rope is not true")
@@ -100,8 +101,8 @@ def meta_rope(params: dict, dim: int, rows: int) -> tuple[int, float, dict | Non
 
 
 def plain_context(params: dict, dim: int, rows: int, theta: float) -> tuple[int, str]:
-    """-> (context, whose it is).  Llama 1 and 2 have the same fields.  Only Llama 2 has n_kv_heads or a multiplier (70B),
-    and a norm_eps of 1e-5 except in Llama 1 65B (dim 8192).  An early download of Llama 2 7B chat says 1e-6
+    """-> (context, whose it is).  Llama 1 and 2 have the same fields.  Only Llama 2 has n_kv_heads or a multiplier
+    (70B); a norm_eps of 1e-5 is Llama 2's, except in Llama 1 65B (dim 8192).  An early download of Llama 2 7B chat says 1e-6
     (github.com/meta-llama/llama issue 771) and gets half its context: too short is safe, too long is gibberish."""
     if rows == LLAMA3_ROWS:
         return 8192, "Llama 3"
@@ -128,7 +129,7 @@ def join(shards: list[dict[str, Stored]], dim: int) -> dict[str, Stored]:
     """The tensors that model-parallel shards hold parts of; each is put together when it is read."""
     for i, shard in enumerate(shards):
         if odd := sorted(shards[0].keys() ^ shard.keys()):
-            raise ValueError(f"consolidated.{i:02}.pth and consolidated.00.pth differ in what they hold: {', '.join(odd)}")
+            raise ValueError(f"consolidated.{i:02}.pth and consolidated.00.pth do not both hold {', '.join(odd)}")
     return {name: joined(name, [shard[name] for shard in shards], dim) for name in shards[0]}
 
 
@@ -170,7 +171,8 @@ def meta_tokenizer(src: Path, new: Path, scaled: bool) -> dict:
         return llama3_spec(path, lines, new, scaled)
     spec = sentencepiece_spec(path, new, {}, {}, {})
     names = {i: text for text, i in spec["special_tokens"].items()}
-    return spec | {"bos_token": names.get(spec["bos"]), "eos_token": "</s>", "shown": [], "eos": []}    # assemble adds </s>
+    # assemble makes </s> the end
+    return spec | {"bos_token": names.get(spec["bos"]), "eos_token": "</s>", "shown": [], "eos": []}
 
 
 def llama3_spec(path: Path, lines: list[bytes], new: Path, scaled: bool) -> dict:
@@ -191,8 +193,8 @@ def llama3_spec(path: Path, lines: list[bytes], new: Path, scaled: bool) -> dict
 
 
 def llama3_special_tokens(scaled: bool) -> list[str]:
-    """In order of id, by the names in tokenizer.json of Meta's Hugging Face folders, so that a model from there and one from
-    here count as having the same tokenizer; llama-models calls two unused ones <|step_id|> and <|image|>."""
+    """In order of id, by the names in tokenizer.json of Meta's Hugging Face folders, so that a model from there and one
+    from here have the same tokenizer; Meta's llama-models calls two unused ones <|step_id|> and <|image|>."""
     named = {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>",
              9: "<|eot_id|>"}
     if scaled:

@@ -1,7 +1,7 @@
 """What every kind of checkpoint is read as: our config.json, and tensors under our names that nobody has read yet.
 
-A reader (convert_hf.py, convert_meta.py, convert_gguf.py) finds out what a checkpoint holds, and here it is checked that it is
-exactly what its config asks for.  Only then are weights read, one at a time.
+A reader (convert_hf.py, convert_meta.py, convert_gguf.py) finds out what a checkpoint holds, and here it is checked
+that it is exactly what its config asks for.  Only then are weights read, one at a time.
 """
 import json
 import re
@@ -61,10 +61,10 @@ def fit(model: dict, shapes: dict[str, tuple], table: dict[str, str], layer: str
 
 
 def refuse_unknown(source: dict, known: set[str], lacking: dict[str, str]) -> None:
-    """ValueError that names a field nobody here reads, unless it is off: null, false or empty.  It might change what the
-    model computes; `lacking` says what the network has not got for the fields where that is certain."""
+    """ValueError that names a field nobody here reads, unless it is off: null, false or empty.  It might change what
+    the model computes; `lacking` says what the network has not got for the fields where that is certain."""
     on = {k: v for k, v in source.items() if not (v is None or v is False or v in ("", [], {}))}
-    for key in sorted(on.keys() - known, key=lambda key: key not in lacking):       # the one that tells most comes first
+    for key in sorted(on.keys() - known, key=lambda key: key not in lacking):      # what tells most comes first
         text = f"{key} {on[key]!r:.80} of the checkpoint's config"
         if key in lacking:
             raise ValueError(f"{text} is not supported: the network here has no {lacking[key]}")
@@ -72,13 +72,13 @@ def refuse_unknown(source: dict, known: set[str], lacking: dict[str, str]) -> No
 
 
 def unpermute(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k (heads * D, ...) from interleaved pairs (2j, 2j + 1), as GGUF's llama and Meta's own files have them,
-    to halves (j, j + D/2)."""
+    """Rows of q or k (heads * D, ...) from interleaved pairs (2j, 2j + 1), as GGUF's llama and Meta's own files have
+    them, to halves (j, j + D/2)."""
     return w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal values, whatever their types; two NaN are equal too, as a damaged weight stored twice is still one weight."""
+    """Equal values, whatever their types; two NaN are equal too: a damaged weight stored twice is one weight."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

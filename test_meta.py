@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import convert_meta as cm
 import convert_weights as cw
 import tokenizer
-from checkpoints import (NASTY, SPLITS, check_same, checkpoint, edit, one_thread,  # noqa: F401 (autouse)
-                         reference_tokenizer)
+from checkpoints import (NASTY, SPLITS, check_same, checkpoint, convert, damage, edit, one_thread,
+                         reference_tokenizer)  # noqa: F401 (autouse)
 from model import read_config
 
 NAMES = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
@@ -51,7 +51,8 @@ def meta_folder(folder: Path, shards=1, embed_axis=1, params=(), legacy=False, *
     edit(folder, "params.json", **PARAMS | dict(params))
     axis = SPLIT | {"tok_embeddings": embed_axis}
     for i in range(shards):
-        part = {n: w.chunk(shards, axis[m])[i].clone() if (m := n.split(".")[-2]) in axis else w for n, w in weights.items()}
+        part = {n: w.chunk(shards, axis[m])[i].clone() if (m := n.split(".")[-2]) in axis else w
+                for n, w in weights.items()}
         torch.save(part, folder / f"consolidated.{i:02}.pth", _use_new_zipfile_serialization=not legacy)
     return reference
 
@@ -60,11 +61,6 @@ def edit_shard(folder: Path, change, i=0):
     weights = torch.load(folder / f"consolidated.{i:02}.pth")
     change(weights)
     torch.save(weights, folder / f"consolidated.{i:02}.pth")
-
-
-def convert(src: Path, dst: Path) -> Path:
-    cw.convert(str(src), dst, with_tokenizer=False)
-    return dst
 
 
 # ---- weights
@@ -84,8 +80,8 @@ FOLDERS = {         # shards, axis that splits the embedding, params.json, the m
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_match_transformers(tmp_path, capsys, name):
-    """Kills: q and k not unpermuted, k with q's number of heads; w1 and w3 swapped; wo joined along rows; the embedding joined
-    along columns always; a tied output written; theta and eps left at their defaults."""
+    """Kills: q and k not unpermuted, k with q's number of heads; w1 and w3 swapped; wo joined along rows; the embedding
+    joined along columns always; a tied output written; theta and eps left at their defaults."""
     shards, axis, params, changes = FOLDERS[name]
     reference = meta_folder(tmp_path / "meta", shards, axis, params, **changes)
     out = convert(tmp_path / "meta", tmp_path / "out")
@@ -136,7 +132,7 @@ def test_what_params_json_leaves_open(capsys, name):
     assert capsys.readouterr().out.startswith(f"assumed: context {context:,}")
 
 
-@pytest.mark.parametrize("dim, multiple_of, multiplier, want", [    # the intermediate_size of their Hugging Face configs
+@pytest.mark.parametrize("dim, multiple_of, multiplier, want", [    # intermediate_size of their config.json
     (4096, 256, None, 11_008), (5120, 256, None, 13_824), (8192, 4096, 1.3, 28_672), (4096, 1024, 1.3, 14_336),
     (2048, 256, 1.5, 8192), (3072, 256, 1.0, 8192), (16_384, 4096, 1.2, 53_248)])
 def test_width_of_the_feed_forward(dim, multiple_of, multiplier, want):
@@ -151,7 +147,7 @@ HOSTILE = {         # what is done to a folder of two shards, what the one line 
     "adapter": (lambda f: edit(f, "params.json", lora_args={"rank": 16}), "no LoRA adapter"),
     "quantised": (lambda f: edit(f, "params.json", quantization_args={"group_size": 32}), "no quantised weights"),
     "rows": (lambda f: edit(f, "params.json", vocab_size=32), "vocab_size 32 in params.json"),
-    "width": (lambda f: edit(f, "params.json", multiple_of=256), "feed-forward 256 wide, yet w1 has 96"),
+    "width": (lambda f: edit(f, "params.json", multiple_of=256), "feed-forward 256 wide, w1 has 96"),
     "heads": (lambda f: edit(f, "params.json", n_kv_heads=4), "attention.wk.weight has shape (16, 32)"),
     "layers": (lambda f: edit(f, "params.json", n_layers=3), "missing weights: layers.2.attention_norm"),
     "text": (lambda f: edit(f, "params.json", dim="32"), "dim of the checkpoint's config is '32'"),
@@ -161,12 +157,14 @@ HOSTILE = {         # what is done to a folder of two shards, what the one line 
     "params cut": (lambda f: (f / "params.json").write_text('{"dim": '), "params.json is damaged"),
     "first shard": (lambda f: (f / "consolidated.00.pth").unlink(), "consolidated.00.pth does not exist"),
     "last shard": (lambda f: (f / "consolidated.01.pth").unlink(), "a shard may be missing"),
-    "cut": (lambda f: (f / "consolidated.01.pth").write_bytes((f / "consolidated.01.pth").read_bytes()[:9000]), "damaged"),
+    "cut": (lambda f: damage(f / "consolidated.01.pth", 0.5), "consolidated.01.pth is damaged"),
     "empty": (lambda f: (f / "consolidated.01.pth").write_bytes(b""), "consolidated.01.pth is damaged"),
     "extra": (lambda f: edit_shard(f, lambda w: w.update({"x.weight": torch.ones(2)}), 1), "x.weight"),
-    "unknown": (lambda f: [edit_shard(f, lambda w: w.update({"x.weight": torch.ones(2)}), i) for i in (0, 1)], "x.weight"),
+    "unknown": (lambda f: [edit_shard(f, lambda w: w.update({"x.weight": torch.ones(2)}), i) for i in (0, 1)],
+                "no place for: x.weight"),
     "norms differ": (lambda f: edit_shard(f, lambda w: w["norm.weight"].add_(1)), "norm.weight must be the same"),
-    "types differ": (lambda f: edit_shard(f, lambda w: w.update({"norm.weight": w["norm.weight"].half()})), "norm.weight differs"),
+    "types differ": (lambda f: edit_shard(f, lambda w: w.update({"norm.weight": w["norm.weight"].half()})),
+                     "norm.weight differs"),
     "no embedding": (lambda f: [edit_shard(f, lambda w: w.pop("tok_embeddings.weight"), i) for i in (0, 1)],
                      "missing weights: tok_embeddings.weight"),
     "no matrix": (lambda f: [edit_shard(f, lambda w: w.update({"tok_embeddings.weight": torch.tensor(1.0)}), i)
@@ -177,7 +175,7 @@ HOSTILE = {         # what is done to a folder of two shards, what the one line 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_folders(tmp_path, capfd, name):
     """Exit code 2, one line, nothing written.
-    Kills: unknown fields of params.json passed; only the first shard's names looked at; replicated norms not compared."""
+    Kills: unknown fields of params.json passed; only the first shard's names read; replicated norms not compared."""
     spoil, message = HOSTILE[name]
     meta_folder(tmp_path / "meta", 2)
     spoil(tmp_path / "meta")
@@ -192,7 +190,7 @@ def test_hostile_folders(tmp_path, capfd, name):
 
 @pytest.fixture(scope="module")
 def llama3_file(tmp_path_factory):
-    """-> (a tokenizer.model as Llama 3's, the tokenizers.Tokenizer whose ids are higher by 2: its special tokens come first)."""
+    """-> (a tokenizer.model like Llama 3's, the tokenizers.Tokenizer with ids higher by 2: its specials come first)."""
     folder = tmp_path_factory.mktemp("llama3")
     checkpoint(folder, vocab_size=512)
     reference = reference_tokenizer(folder, SPLITS["llama3"])
@@ -246,7 +244,8 @@ TOKENIZERS = {      # what tokenizer.model holds, what the one line must say
     "columns": (b"YQ== 0\nYg==\n", "tokenizer.model is damaged"),
     "hole": (b"YQ== 0\nYg== 2\n", "ranks are not 0..1"),
     "twice": (b"YQ== 0\nYQ== 1\n", "ranks are not 0..1"),
-    "too many": (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)), "512 tokens, the embedding 64 rows"),
+    "too many": (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)),
+                 "512 tokens, the embedding 64 rows"),
 }
 
 
