@@ -4,10 +4,16 @@ An independent draft must work out the text for itself.  EAGLE is told what the 
 cache holds the pair (target's features at position i, token at position i + 1), and its output there guesses token i + 2.
 Beyond the newest token there are no features yet: its own output takes their place.
 """
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convert_source import read_json
 from model import CHUNK, Block, Config, KVCache, Linear, RMSNorm, inverse_frequencies, linear, places, rotate
 from sample import DRAFT, draw, exponential, probs
 from speculate import Draft, State
@@ -41,10 +47,10 @@ class Eagle(nn.Module):
         embedded = F.embedding(tokens, self.embed)
         return self.join(torch.cat((self.token_norm(embedded), self.feature_norm(features)), -1))
 
-    def forward(self, tokens, features, pos, cache: KVCache, span: int) -> Tensor:
+    def forward(self, tokens, features, pos, cache: KVCache, span: int, depth=None, sees=None) -> Tensor:
         """Feed pairs to slots pos..pos+T-1, pos (B,) -> (B, T, dim): features guessed for the position of each token."""
         x = self.pair(tokens, features)
-        return self.block(x, *places(self.config, self.freq, x, pos, span), *cache.layer(0))
+        return self.block(x, *places(self.config, self.freq, x, pos, span, depth, sees), *cache.layer(0))
 
     def logits(self, guessed: Tensor) -> Tensor:
         """(..., dim) -> (..., R)"""
@@ -83,6 +89,24 @@ def chain_attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], mask: Tensor) 
     scores = torch.cat([scores] + [(q * k).sum(-1, keepdim=True) for k, _ in own], -1).softmax(-1)
     T = q.shape[2]
     return scores[..., :T] @ v + sum(scores[..., T + i, None] * v for i, (_, v) in enumerate(own))
+
+
+def load_eagle(folder: Path, target) -> Eagle:
+    """The Eagle that train.py wrote to folder, for this target.  ValueError where it does not fit."""
+    c, about = target.config, read_json(folder / "config.json")
+    try:
+        weights = load_file(folder / "model.safetensors")
+        vocab, taps = weights.pop("vocab").long(), tuple(about["taps"])
+        with torch.device("meta"):
+            model = Eagle(c, taps, vocab)
+        model.load_state_dict({n: w.to(target.embed.weight) for n, w in weights.items()} | {"vocab": vocab}, assign=True)
+        if not (all(0 <= i < c.layers for i in taps) and 0 <= vocab.min() and vocab.max() < c.tokens):
+            raise ValueError(f"it reads layers {taps} and guesses ids up to {vocab.max()}")
+    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{folder} is no EAGLE for a target of {c.layers} layers of width {c.dim} and {c.tokens} tokens "
+                         f"({why}): train one with train.py eagle") from None
+    return model.to(target.embed.weight.device).borrow(target).eval().requires_grad_(False)
 
 
 class EagleDraft(nn.Module):
@@ -129,3 +153,70 @@ class EagleDraft(nn.Module):
         guessed = self.model(out, self.model.fuse(hidden), self.at, self.cache, state.span)
         self.guessed.copy_(guessed.gather(1, n[:, None, None].expand_as(self.guessed)))
         self.at.copy_(state.pos)
+
+
+class EagleTree(EagleDraft):
+    """EAGLE-2 (Li et al. 2024, arXiv 2406.16858): the N likeliest nodes of a tree that is K levels deep, chosen anew every
+    round.  Each level's `width` best nodes get `width` children each; a node is as likely as its path, so the best N hold
+    their own ancestors.  Nothing is drawn: the shapes never change, only which tokens and whose children."""
+
+    def __init__(self, model: Eagle, state: State, K: int, N: int, width: int):
+        super().__init__(model, state, K)
+        if not K <= N <= width + (K - 1) * width ** 2:
+            raise ValueError(f"a tree of {N} nodes cannot be {K} levels deep and {width} wide: "
+                             f"give {K} to {width + (K - 1) * width ** 2} nodes")
+        if (K - 1) * width > N:     # the levels are fed to slots past the text, and only N + 1 of those are kept free
+            raise ValueError(f"{K} levels of width {width} need {(K - 1) * width} slots, {N} nodes have {N}: give more nodes")
+        self.nodes, self.K, self.width = N, K, width
+
+    def propose(self, state: State, sampling) -> Draft:
+        B, w, device = len(state.pos), self.width, state.pos.device
+        # the candidates (B, M): token, log-probability of the path, the candidate it hangs under (-1: the newest token)
+        token, score, parent, level = [], [], [], []
+        # the nodes that were given children: what is fed, whom each sees, which candidates they are
+        fed, features, sees = [], [], torch.zeros(B, 0, 0, dtype=torch.bool, device=device)
+        guessed, path, beam = self.guessed, torch.zeros(B, 1, device=device), torch.full((B, 1), -1, device=device)
+        for depth in range(1, self.K + 1):
+            best = self.model.logits(guessed).float().log_softmax(-1).topk(w, -1)
+            # a hair less than its parent even at probability 1, so that no node is ever chosen before its parent
+            score.append((path[..., None] + best.values - 1e-3).flatten(1))                     # (B, w) or (B, w * w)
+            token.append(self.model.vocab[best.indices].flatten(1))
+            parent.append(beam.repeat_interleave(w, 1))
+            level.append(torch.full_like(parent[-1], depth))
+            if depth == self.K:
+                break
+            top = score[-1].topk(w, -1)
+            path, chosen, above = top.values, top.indices, top.indices // w     # `above`: which of the beam it hangs under
+            features.append(guessed.gather(1, above[..., None].expand(-1, -1, guessed.shape[-1])))
+            fed.append(token[-1].gather(1, chosen))
+            seen = F.pad(sees[:, -w:].gather(1, above[..., None].expand(-1, -1, sees.shape[2])), (0, w)) if depth > 1 else \
+                torch.zeros(B, w, w, dtype=torch.bool, device=device)
+            seen = seen | F.pad(torch.eye(w, dtype=torch.bool, device=device), (seen.shape[2] - w, 0))
+            sees = torch.cat((F.pad(sees, (0, w)), seen), 1)
+            beam = sum(x.shape[1] for x in score[:-1]) + chosen
+            below = torch.arange(depth, device=device).repeat_interleave(w)
+            guessed = self.model(torch.cat(fed, 1), torch.cat(features, 1), self.at, self.cache, state.span, below, sees)[:, -w:]
+        token, score, parent, level = (torch.cat(x, 1) for x in (token, score, parent, level))
+        order = score.topk(self.nodes, -1).indices.sort(-1).values              # parents come before their children
+        node = torch.zeros(B, score.shape[1] + 1, dtype=torch.int64, device=device)     # candidate + 1 -> node; -1 -> 0
+        node.scatter_(1, order + 1, torch.arange(1, self.nodes + 1, device=device).expand(B, -1))
+        tree = grown(node.gather(1, parent.gather(1, order) + 1), level.gather(1, order), self.K)
+        return Draft(token.gather(1, order), tree=tree)
+
+
+class Grown(NamedTuple):
+    """A tree with one shape a row, as `Tree` has one for all: parents (B, N), depth (B, N+1), sees (B, N+1, N+1)."""
+    K: int
+    parents: Tensor
+    depth: Tensor
+    sees: Tensor
+
+
+def grown(parents: Tensor, depth: Tensor, K: int) -> Grown:
+    above = F.pad(parents, (1, 0))                                              # (B, N+1): the root is its own parent
+    nodes = torch.arange(above.shape[1], device=above.device)
+    ancestor, sees = nodes.expand_as(above), torch.zeros(*above.shape, above.shape[1], dtype=torch.bool, device=above.device)
+    for _ in range(K + 1):
+        sees = sees | (ancestor[..., None] == nodes)
+        ancestor = above.gather(1, ancestor)
+    return Grown(K, parents, F.pad(depth, (1, 0)), sees)

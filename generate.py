@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 import tokenizer as tokenizers
+from convert_source import read_json
+from draft_eagle import EagleDraft, load_eagle
 from drafts import ModelDraft, NgramDraft, NoDraft
 from load import open_checkpoint
 from model import CHUNK, KVCache
@@ -210,22 +212,34 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def load_drafter(args, target, tokens, S: int):
-    """--draft none, ngram or a folder -> a drafter for a row each prompt and caches of S slots."""
+def load_drafter(args, target, tokens, state: State):
+    """--draft none, ngram or a folder -> a drafter for the rows of this state."""
     if args.draft == "none":
         return NoDraft()
     if args.draft == "ngram":
         return NgramDraft(args.k)
-    if not Path(args.draft).exists():
-        raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py")
-    model = target
-    if Path(args.draft).resolve() != Path(args.target).resolve():
-        draft = open_checkpoint(args.draft)
+    folder = Path(args.draft)
+    if not folder.exists():
+        raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
+    if kind := trained_kind(folder):
+        return EagleDraft(load_eagle(folder, target), state, args.k)
+    model, weight = target, target.embed.weight
+    if folder.resolve() != Path(args.target).resolve():
+        draft = open_checkpoint(folder)
         if difference := tokenizers.compare(tokens, draft.tokens):
             raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
-        model = draft.load(args.device, target.embed.weight.dtype)
-    cache = KVCache(model.config, max(1, len(args.prompt)), S, args.device, target.embed.weight.dtype)
+        model = draft.load(args.device, weight.dtype)
+    cache = KVCache(model.config, *state.tokens.shape, args.device, weight.dtype)
     return ModelDraft(model, cache, args.k, target.config.tokens)
+
+
+def trained_kind(folder: Path) -> str | None:
+    """The kind of drafter that train.py wrote to folder, None where it is something else.  ValueError for an unknown one."""
+    if not (folder / "config.json").is_file() or "kind" not in (about := read_json(folder / "config.json")):
+        return None
+    if (kind := about["kind"]) not in ("eagle",):
+        raise ValueError(f"{folder} holds a drafter of kind {kind!r}, which is not one of eagle")
+    return kind
 
 
 def encode(args, tokens, template, messages) -> list[int]:
@@ -254,7 +268,7 @@ class Engine:
         B = max(1, len(args.prompt))
         self.args, self.target, self.tokens = args, target, tokens
         self.state = make_state(target, B, longest, args.k, tokens.eos)
-        self.drafter = load_drafter(args, target, tokens, self.state.tokens.shape[1])
+        self.drafter = load_drafter(args, target, tokens, self.state)
         self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
         self.step, self.compile_s = speculate, 0.0
         if not args.no_compile:

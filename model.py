@@ -104,13 +104,13 @@ class KVCache(nn.Module):
 
 def visible(pos: Tensor, T: int, span: int, sees: Tensor | None = None) -> Tensor:
     """Which of the first `span` slots each of the T fed tokens may attend to: pos (B,) -> bool (B, T, span).
-    Token i sits in slot pos + i and sees everything before pos, then, of the fed tokens, those with sees[i] (T, T);
-    None is a chain: itself and all before it."""
+    Token i sits in slot pos + i and sees everything before pos, then, of the fed tokens, those with sees[i], (T, T) or one
+    for each row (B, T, T); None is a chain: itself and all before it."""
     ahead = torch.arange(span, device=pos.device) - pos[:, None]                # (B, span): 0 is the first fed token
     if sees is None:
         return ahead[:, None] <= torch.arange(T, device=pos.device)[:, None]
-    inside = (ahead >= 0) & (ahead < T)
-    fed = sees.T[ahead.clamp(0, T - 1)].transpose(1, 2)                         # (B, span, T) -> (B, T, span)
+    B, inside = len(pos), (ahead >= 0) & (ahead < T)
+    fed = sees.expand(B, T, T).gather(2, ahead.clamp(0, T - 1)[:, None].expand(B, T, span))
     return (ahead < 0)[:, None] | (inside[:, None] & fed)
 
 
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, pos, cache: KVCache, span: int, depth=None, sees=None, taps=()):
         """Feed tokens (B, T) to slots pos..pos+T-1, pos (B,), attending to the first `span` slots.  A chain by default;
-        a tree gives each token its depth (T,) and whom it sees (T, T).
+        a tree gives each token its depth, (T,) or (B, T), and whom it sees, (T, T) or (B, T, T).
         -> hidden (B, T, dim) for `head`; the outputs of the layers in `taps`, side by side (B, T, len(taps)*dim)."""
         x, tapped = self.embed(tokens), []
         where = places(self.config, self.freq, x, pos, span, depth, sees)

@@ -5,9 +5,12 @@
 import pytest
 import torch
 
-from conftest import TARGET, V, config, decode, prompts_for, random_model
-from draft_eagle import Eagle, EagleDraft
-from generate import generate
+import draft_eagle
+import model
+import test_law as law
+from conftest import TARGET, V, decode, prompts_for
+from draft_eagle import Eagle, EagleDraft, EagleTree
+from generate import compile_round, generate
 from model import KVCache
 from sample import Sampling
 from speculate import State
@@ -87,3 +90,74 @@ def test_second_prompt_reuses_the_cache():
 
     first, second = list(range(20)), list(range(12)) + [40, 41, 42]
     assert guesses([first, second]) == guesses([second])
+
+
+# ---- dynamic trees
+
+def tree_drafter(state, K=3, N=8, width=3, R=None):
+    return EagleTree(random_eagle(TARGET, R=R), state, K, N, width)
+
+
+@torch.no_grad()
+def test_the_tree_is_the_best_there_is():
+    """N nodes, each with its path's probability by `unroll`, against a search of the whole tree in Python.
+    Kills: a child whose path is not its parent's; a beam's parent off by one; features of another node."""
+    B, K, N, width = 2, 3, 8, 3
+    state = State(KVCache(TARGET.config, B, 192), B, 192)
+    drafter, prompts = tree_drafter(state, K, N, width), prompts_for(B)
+    model, rounds = drafter.model, generate(TARGET, drafter, state, Sampling(B), prompts, [30] * B)
+    for _ in range(4):
+        next(rounds)
+        draft = drafter.propose(state, Sampling(B))
+        for row in range(B):
+            ids = state.tokens[row, :state.pos[row] + 1].tolist()
+            found, beam = {}, [((), 0.0)]
+            for depth in range(1, K + 1):
+                level = {}
+                for path, score in beam:
+                    text = ids + list(path)
+                    g = model.unroll(torch.tensor([text]), features(text, model.taps), depth)[depth - 1][0, len(ids) - 2]
+                    best = model.logits(g).log_softmax(-1).topk(width)
+                    for x, i in zip(best.values.tolist(), best.indices.tolist()):
+                        level[path + (model.vocab[i].item(),)] = score + x
+                found |= level
+                beam = sorted(level.items(), key=lambda item: -item[1])[:width]
+            want = {path for path, _ in sorted(found.items(), key=lambda item: -item[1])[:N]}
+            paths = [()]
+            for token, parent in zip(draft.tokens[row].tolist(), draft.tree.parents[row].tolist()):
+                paths.append(paths[parent] + (token,))
+            assert set(paths[1:]) == want and len(paths) == N + 1
+            assert draft.tree.depth[row].tolist() == [len(path) for path in paths]
+            for i, a in enumerate(paths):
+                assert draft.tree.sees[row, i].tolist() == [b == a[:len(b)] for b in paths]
+
+
+@pytest.mark.parametrize("R", [None, 20])
+def test_trees_keep_greedy_text(R):
+    """Kills: hidden rows or keys of the path not moved (compact left out for a tree with a shape a row)."""
+    state = State(KVCache(TARGET.config, 3, 192), 3, 192)
+    texts, rounds = decode(None, 3, prompts_for(3), 60, state=state, drafter=tree_drafter(state, R=R))
+    assert texts == decode("none", 0, prompts_for(3), 60)[0]
+    assert any(kept for round in rounds for _, kept in round), "nothing was ever kept: this test says nothing"
+
+
+@pytest.mark.parametrize("K, N, width", [(3, 2, 3), (2, 13, 3), (4, 6, 3)])
+def test_impossible_trees_are_refused(K, N, width):
+    with pytest.raises(ValueError, match="nodes"):
+        tree_drafter(State(KVCache(TARGET.config, 1, 192), 1, 192), K, N, width)
+
+
+# ---- the law
+
+@pytest.mark.parametrize("kind, K", [("chain", 1), ("chain", 3), ("tree", 2)])
+def test_joint_law_of_three_tokens(kind, K, monkeypatch):
+    """test_law's test for this drafter, through the compiled round; it guesses 6 of the 8 tokens only.
+    Kills: q not the law drawn from (the draw's index taken for the token's id)."""
+    monkeypatch.setattr(model, "CHUNK", 4)
+    monkeypatch.setattr(draft_eagle, "CHUNK", 4)
+    settings = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
+    state, eagle = State(KVCache(law.TARGET.config, law.ROWS, law.S), law.ROWS, law.S), random_eagle(law.TARGET, (0,), 6)
+    drafter = EagleDraft(eagle, state, K) if kind == "chain" else EagleTree(eagle, state, K, 4, 2)
+    sampler, step = law.Sampler(drafter), compile_round()
+    for s in settings:
+        assert law.p_value(sampler.texts(step, s, seed=3), law.enumerate_law(s)) > 1e-4

@@ -4,6 +4,7 @@ Rows of a batch are independent samples, so 40,000 texts are a handful of rounds
 each other; at K = 3 one round writes them all.  The first token comes from prefill and is summed over.
 """
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,10 +103,8 @@ class Sampler:
     def __init__(self, drafter, B=ROWS):
         self.drafter, self.state = drafter, State(KVCache(TARGET.config, B, S), B, S)
         self.state.tokens[:, :2] = torch.tensor(PROMPT)
-        self.state.pos.fill_(2)                                                     # what start() will feed the draft up to
-        begin = torch.zeros(B, dtype=torch.int64)
-        self.last, tapped = TARGET.prefill(self.state.tokens, begin, begin + 2, self.state.cache)
-        drafter.start(self.state, begin, tapped)
+        self.begin = torch.zeros(B, dtype=torch.int64)
+        self.last, self.tapped = TARGET.prefill(self.state.tokens, self.begin, self.begin + 2, self.state.cache, drafter.taps)
 
     @torch.no_grad()
     def texts(self, step, settings, seed) -> torch.Tensor:
@@ -117,25 +116,32 @@ class Sampler:
         p = probs(TARGET.head(self.last), sampling)
         n, out, _ = accept_matched(state.tokens[:, :0], None, p, sampling.seed, state.pos)
         commit(state, out, n)
+        self.drafter.start(state, self.begin, self.tapped)
         while state.live.any():
             step(TARGET, self.drafter, state, sampling)
         return state.tokens[:, 2:6].clone()
 
 
 def drafter_for(kind, K, B=ROWS):
-    """"short" is a draft model whose context ends inside the text: it makes K guesses, of which 2, 1 or none are valid."""
+    """"short" is a draft model whose context ends inside the text: it makes K guesses, of which 2, 1 or none are valid;
+    "block" a draft model whose guesses are judged together."""
     if kind == "tree":
         return TopTree(B)
-    drafter = make_drafter(DRAFT if kind in ("model", "short") else kind, K, B, S, TARGET)
-    if kind == "short":
+    drafter = make_drafter(DRAFT if kind in ("model", "short", "block", "short block") else kind, K, B, S, TARGET)
+    if "short" in kind:
         drafter.context = 4
     return drafter
 
 
-@pytest.mark.parametrize("kind, K", [("none", 0), ("ngram", 1), ("ngram", 3), ("model", 1), ("model", 3), ("tree", 2)])
+def step_for(kind, step):
+    return partial(step, block=True) if "block" in kind else step
+
+
+@pytest.mark.parametrize("kind, K", [("none", 0), ("ngram", 1), ("ngram", 3), ("model", 1), ("model", 3), ("tree", 2),
+                                     ("block", 1), ("block", 3)])
 def test_joint_law_of_three_tokens(kind, K, laws):
     """Twelve settings, two graphs (with and without truncation).  The planted bugs are below."""
-    step = compile_round()
+    step = step_for(kind, compile_round())
     sampler = Sampler(drafter_for(kind, K))
     p = [p_value(sampler.texts(step, settings, seed=100_000 * i), law)
          for i, (settings, law) in enumerate(zip(SETTINGS, laws))]
@@ -154,6 +160,11 @@ MUTANTS = {
     "all nodes share one position's noise": ("speculate", "+ 1 + (step if tree is None else tree.depth)", "+ 1 + 0 * step"),
     "q is not the distribution drawn from": ("drafts", "draw(q[-1], race[:, i:i + 1])", "q[-1].argmax(-1)"),
     "after the valid guesses the bonus token keeps a q": ("speculate", "(n < valid)[:, None]", "(n < K)[:, None]"),
+    "a block's noise is used again": ("speculate", "sampling.seed ^ (state.pos << 40)", "sampling.seed"),
+    "a block's guesses are used again": ("speculate", "drafter.propose(state, sampling)",
+                                         "drafter.propose(state, getattr(sampling, 'sampling', sampling))"),
+    "a block's verdicts are used again": ("speculate", "accept(draft.tokens, draft.q, p, sampling.seed,",
+                                          "accept(draft.tokens, draft.q, p, sampling.sampling.seed,"),
     "a guess past a rejection is kept": ("speculate", "n = keep.long().cumprod(1).sum(1)", "n = keep.long().sum(1)"),
 }
 
@@ -168,22 +179,23 @@ def test_planted_bugs_fail(name, laws):
     exec(compile(source.replace(old, new), file, "exec"), broken.__dict__)
     step = getattr(broken, "speculate", speculate)
     p, B = [], 20_000
-    for K, kind in ((1, "model"), (3, "model"), (3, "ngram"), (3, "short")):
+    for K, kind in ((1, "model"), (3, "model"), (3, "ngram"), (3, "short"), (3, "block")):
         drafter = drafter_for(kind, K, B)
         if file == "drafts":
             drafter = broken.ModelDraft(DRAFT, KVCache(DRAFT.config, B, S), K, V)
         sampler = Sampler(drafter, B)
         for i in (5, 4):                                                # temperature 1 with top-k, and without truncation
-            p.append(p_value(sampler.texts(step, SETTINGS[i], seed=7), laws[i]))
+            p.append(p_value(sampler.texts(step_for(kind, step), SETTINGS[i], seed=7), laws[i]))
             if p[-1] < 1e-6:
                 return
     pytest.fail(f"not noticed: p values {p}")
 
 
-def test_a_draft_past_its_context_keeps_the_law(laws):
-    sampler = Sampler(drafter_for("short", 3))
+@pytest.mark.parametrize("kind", ["short", "short block"])
+def test_a_draft_past_its_context_keeps_the_law(kind, laws):
+    sampler = Sampler(drafter_for(kind, 3))
     for i in (4, 5):
-        assert p_value(sampler.texts(speculate, SETTINGS[i], seed=3), laws[i]) > 1e-4
+        assert p_value(sampler.texts(step_for(kind, speculate), SETTINGS[i], seed=3), laws[i]) > 1e-4
 
 
 def test_equal_siblings_keep_the_law(laws):

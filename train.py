@@ -23,9 +23,9 @@ from draft_eagle import Eagle
 from generate import DEFAULT_TARGET, Parser, note
 from load import open_checkpoint
 from model import default_dtype
-from train_data import Text, held_out, read_prompts, read_texts, write_texts
+from train_data import BATCH, Text, held_out, read_prompts, read_texts, write_texts
 
-ROWS = 8                # texts a step
+ROWS = 4                # texts a step
 WARM_UP = 50            # steps
 
 
@@ -102,14 +102,18 @@ def frequent(texts: list[Text], R: int, V: int) -> Tensor:
                                [i for i in range(V) if i not in counts][:max(0, R - len(counts))]))
 
 
-def from_last_layer(model: Eagle, target) -> None:
-    """Start as the target's own last layer applied once more: closer to a good drafter than noise is."""
+def from_last_layer(model: Eagle, target, texts: list[Text]) -> None:
+    """Start as the target's own last layer applied once more, to features of size 1: what it adds is scaled to match."""
     c, last = target.config, target.layers[-1]
+    size = torch.cat([t.features[:-1, -c.dim:] for t in texts[:BATCH]]).float().square().mean(-1).sqrt().median().item()
     with torch.no_grad():
         model.block.load_state_dict(last.state_dict())
         model.norm.load_state_dict(target.norm.state_dict())
+        model.block.o.weight.div_(size)
+        model.block.down.weight.div_(size)
+        model.join.weight.normal_(0, 0.5 * c.dim ** -0.5)
+        model.fuse.weight.normal_(0, 0.1 * c.dim ** -0.5)
         for w in (model.fuse.weight, model.join.weight):
-            w.normal_(0, 0.1 * w.shape[1] ** -0.5)
             w[:, -c.dim:] += torch.eye(c.dim)
         for norm in (model.token_norm, model.feature_norm):
             norm.weight.fill_(1.0)
@@ -211,7 +215,7 @@ def main(argv=None) -> int:
         texts = read_texts(args.texts, taps)
         vocab = frequent(texts, args.vocab or target.config.tokens, target.config.tokens).to(args.device)
         model = Eagle(target.config, taps, vocab).to(args.device).borrow(target)
-        from_last_layer(model, target)
+        from_last_layer(model, target, texts)
         about = {"kind": args.kind, "target": args.target.name, "taps": taps}
         train(model, target, texts, args, about)
     except ValueError as error:

@@ -76,7 +76,7 @@ def write_texts(target, tokens, template, prompts: list[str], taps, folder: Path
     plan = [(p, turn) for turn in range(len(TEMPERATURES)) for p in shuffled if len(ids[p]) <= LONGEST]
     shards = {folder / f"{i:04}.safetensors": plan[at:at + BATCH] for i, at in enumerate(range(0, len(plan), BATCH))}
     todo = {path: texts for path, texts in shards.items() if not path.exists()}
-    if not todo:
+    if not todo or stop():
         return
     state = make_state(target, BATCH, LONGEST + NEW, 0, tokens.eos)
     drafter, sampling, step = Recorder(taps, state, target.config.dim), Sampling(BATCH, device=state.pos.device), compile_round()
