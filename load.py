@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tokenizer as tokenizers
+from convert_gguf import read_gguf
+from convert_hf import read_hf
+from convert_meta import read_meta
 from convert_source import Stored, read_json
 from convert_tokenizer import check_tokenizer
-from convert_weights import read_source
 from model import Config, Transformer, build, default_dtype, load_model, read_config
 
 
@@ -33,7 +35,7 @@ def open_checkpoint(path) -> Checkpoint:
         return Checkpoint(read_config(path), tokenizers.load(path),
                           lambda device="cpu", dtype=None: load_model(path, device, dtype))
     with tempfile.TemporaryDirectory() as scratch:
-        config, stored = read_source(str(path), Path(scratch), with_tokenizer=True)
+        config, stored = read_source(path, Path(scratch), with_tokenizer=True)
         (Path(scratch) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         check_tokenizer(Path(scratch))
         tokens = tokenizers.load(scratch)
@@ -44,12 +46,23 @@ def convertible(path: Path) -> bool:
     """Whether this is somebody else's format.  What is neither is taken for a damaged folder of ours."""
     if path.is_file():
         return path.suffix == ".gguf"
-    if not (path / "config.json").exists():
-        return (path / "params.json").exists()
+    if is_meta(path):
+        return True
     try:
         return "model" not in (config := read_json(path / "config.json")) and "model_type" in config
     except ValueError:
         return False
+
+
+def is_meta(path: Path) -> bool:
+    return not (path / "config.json").exists() and ((path / "params.json").exists() or any(path.glob("consolidated.*.pth")))
+
+
+def read_source(path: Path, new: Path, with_tokenizer: bool) -> tuple[dict, dict[str, Stored]]:
+    """Somebody else's format -> (our config.json, {our name: tensor still on disk}); the tokenizer's file goes to folder
+    `new`."""
+    read = read_gguf if path.suffix == ".gguf" else read_meta if is_meta(path) else read_hf
+    return read(path, new, with_tokenizer)
 
 
 def read_model(config: dict, stored: dict[str, Stored], device, dtype) -> Transformer:
