@@ -86,7 +86,7 @@ def pack(x: np.ndarray, kind: KIND) -> tuple[np.ndarray, KIND]:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_SCALES])
 def test_quantisations(tmp_path, kind):
-    """Kills: 16-bit weights widened, bfloat16 read as float16, rows of q unpermuted in blocks."""
+    """Kills: 16-bit weights widened; bfloat16 read as float16; q left interleaved."""
     reference = checkpoint(tmp_path / "hf", vocab_size=260, hidden_size=256, intermediate_size=256, head_dim=64)
     for p in reference.parameters():
         p.data /= 4

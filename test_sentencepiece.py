@@ -48,7 +48,7 @@ def vocabulary(sp, **changes) -> dict:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_from_gguf(tmp_path, prefix):
     """Kills: scores ignored; a blank always put in front; added tokens with blanks never found; <think> found in plain
-    text; ends other than eos_token_id forgotten; BOS left out, or put before a template's own."""
+    text; ends other than eos_token_id forgotten; BOS left out."""
     sp = train(tmp_path, add_dummy_prefix=prefix)
     facts = vocabulary(sp, add_space_prefix=prefix)
     write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", vocab_size=512), facts=facts)
