@@ -168,7 +168,8 @@ def fallback_spec(raw: dict, new: Path, special: dict[str, int], settings: dict)
     bpe, unk = raw["model"], raw["model"].get("unk_token")
     check_bpe(bpe, ("ignore_merges",))
     if lost := {unk, *(f"<0x{b:02X}>" for b in range(256))} - bpe["vocab"].keys():
-        raise ValueError(f"tokenizer.json: byte_fallback needs unk_token and all bytes: {min(map(str, lost))} is missing")
+        lost = min(map(str, lost))
+        raise ValueError(f"tokenizer.json: byte_fallback needs unk_token and all bytes, but {lost} is missing")
     if (rule := blanks_in_front(raw)) is None:
         steps = ", ".join(s.get("type") for key in ("normalizer", "pre_tokenizer") for s in steps_of(raw.get(key)))
         raise ValueError(f"tokenizer.json with byte_fallback and {steps or 'no rule for blanks'} is not supported")

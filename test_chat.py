@@ -44,15 +44,18 @@ def test_chat_equals_transformers(hf, tmp_path):
 INST = ("{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
         "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for m in messages %}"
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% if m.role == 'user' %}{{ START + '[INST] ' + (system if loop.first else '') + m.content | trim + ' [/INST]' }}"
+        "{% if m.role == 'user' %}"
+        "{{ START + '[INST] ' + (system if loop.first else '') + m.content | trim + ' [/INST]' }}"
         "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}")
-HEADERS = ("{{- bos_token }}\n{%- for m in messages %}\n    {{- '<|end|>' + m['role'] + '\\n\\n' + m['content'] | trim + "
-           "'<|end|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|end|>assistant\\n\\n' }}{%- endif %}")
+HEADERS = ("{{- bos_token }}\n{%- for m in messages %}\n    {{- '<|end|>' + m['role'] + '\\n\\n' + m['content'] | trim "
+           "+ '<|end|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|end|>assistant\\n\\n' }}\n"
+           "{%- endif %}")
 CHATML = ("{%- if messages[0].role != 'system' %}{{ '<|end|>system\nYou help.<|end|>\n' }}{% endif -%}"
           "{% for m in messages %}{% generation %}{{ '<|end|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}"
           "{% endgeneration %}{% endfor %}{% if add_generation_prompt %}{{ '<|end|>assistant\n' }}{% endif %}")
-THINKING = ("{%- set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' and not (m.content.startswith("
-            "'<tool>') and m.content.endswith('</tool>')) %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+THINKING = ("{%- set ns = namespace(last=0) %}{% for m in messages %}"
+            "{% if m.role == 'user' and not (m.content.startswith('<tool>') and m.content.endswith('</tool>')) %}"
+            "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
             "{% for m in messages %}{% set text = m.content.split('</think>')[-1].lstrip('\n') %}<|end|>{{ m.role }}\n"
             "{% if loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}{{ text }}<|end|>\n{% endfor %}")
 ZEPHYR = ("{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
@@ -60,15 +63,15 @@ ZEPHYR = ("{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n
           "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}")
 SHAPES = {"Llama 2": INST.replace("START", "bos_token"), "Llama 3": HEADERS, "Qwen 2.5": CHATML, "Qwen 3": THINKING,
           "Mistral": "{{ bos_token }}" + INST.replace("START +", ""), "Zephyr": ZEPHYR}
-TURNS = [{"role": "user", "content": " the <tool> \nof 12"}, {"role": "assistant", "content": "is </think>\n\n there  "},
-         {"role": "user", "content": ">them|"}]
+TURNS = [{"role": "user", "content": "<tool> the \nof 12</tool>"},
+         {"role": "assistant", "content": "is </think>\n\n there  "}, {"role": "user", "content": ">them|"}]
 
 
 @pytest.mark.parametrize("rule", ["prepend", "always", "first", "bytes"])
 def test_well_known_templates_equal_transformers(tmp_path, rule):
-    """With and without a system message, one turn and three; BOS exactly once at the start, written by the template or not.
+    """With and without a system message, one turn and three; BOS exactly once at the start, written or not.
     Kills: the blank after a special token left out, or put in where the rule is "first"; BOS twice; no
-    {% generation %}; text after rstrip and before lstrip kept as it is; a fence where no special can form."""
+    {% generation %}; blanks after rstrip and before lstrip kept; a fence where no special can form."""
     def flags(raw):
         raw["added_tokens"][2] |= {"lstrip": True, "rstrip": True}
         return raw if rule == "bytes" else unfold(raw, rule)
@@ -83,7 +86,8 @@ def test_well_known_templates_equal_transformers(tmp_path, rule):
     tok = tokenizer.load(tmp_path / "out")
     for name, template in SHAPES.items():
         names = {"bos_token": tok.bos_token, "eos_token": tok.eos_token}
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf/tokenizer.json"), chat_template=template, **names)
+        file = str(tmp_path / "hf/tokenizer.json")
+        theirs = PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template, **names)
         for system in ([], [{"role": "system", "content": "Be  the "}]):
             for turns in (TURNS[:1], TURNS):
                 ids = tokenizer.chat(template, system + turns, tok)
@@ -116,6 +120,9 @@ def test_messages_cannot_forge_special_tokens(hf, tmp_path):
                      ["\U000f0000<s>\U000f0001"]):
         ids = tokenizer.chat(template, [{"role": "u", "content": c} for c in contents], tok)
         assert ids == [tok.bos, *tok.encode("".join(contents) + plain), end]
+    for content, around in (("im_", "<|{}end|>"), ("end|>", "<|im_{}"), ("<|im_", "{}end|>")):
+        around = around.replace("{}", "{{ messages[0].content }}")
+        assert tokenizer.chat(around, [{"role": "u", "content": content}], tok) == tok.prompt("<|im_end|>")
     for bad in ([{"role": "<s>", "content": ""}], [{"role": "u"}], [{"role": "u", "content": ["x"]}],
                 [{"role": "u", "content": "x", "name": "<s>"}]):
         with pytest.raises(ValueError, match="special token <s>|a chat message is"):
@@ -125,7 +132,8 @@ def test_messages_cannot_forge_special_tokens(hf, tmp_path):
 @pytest.mark.parametrize("template, message", [
     (None, "no chat template"), (TEMPLATE, "no such role"), ("{% if", "refuses"), ("{{ 1 // 0 }}", "refuses"),
     ("{{ messages.append(1) }}", "refuses"), ("{{ ''.__class__.__mro__ }}", "refuses"), ("{{ x.y.z }}", "refuses"),
-    ("{{ range(10 ** 9) | list }}", "too big"), ("{{ 'x' * 10 ** 15 }}", "MemoryError"), ("{{ 1 | nothing }}", "nothing"),
+    ("{{ range(10 ** 9) | list }}", "too big"), ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
+    ("{{ 1 | nothing }}", "nothing"),
     ("{{ raise_exception('a\n\nb') }}", "a b"), ("{{ raise_exception.__globals__.os }}", "unsafe"),
     ("{{ namespace.__init__.__globals__['os'] }}", "refuses"), ("{{ cycler.__init__.x }}", "unsafe"),
     ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"), ("{% include 'x' %}", "refuses")])

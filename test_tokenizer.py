@@ -28,8 +28,8 @@ def hf(tmp_path):
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_byte_level_bpe_equals_tokenizers(tmp_path, name):
-    """Kills: the digit step forgotten; NFC forgotten; GPT-2's pattern for all.  NFC is Python's: tokenizers' is older and
-    does not know some marks."""
+    """Kills: the digit step forgotten; NFC forgotten; GPT-2's pattern for all.  NFC is Python's: tokenizers' is older
+    and does not know some marks."""
     checkpoint(tmp_path / "hf", vocab_size=512)
     reference = reference_tokenizer(tmp_path / "hf", SPLITS[name], normalizers.NFC() if name == "qwen2" else None,
                                     ignore_merges=name == "llama3")
@@ -39,8 +39,8 @@ def test_byte_level_bpe_equals_tokenizers(tmp_path, name):
     assert list(ours.special_tokens) == ["<|endoftext|>", "<|im_end|>", "<s>", "<think>"]
     assert all(reference.token_to_id(t) == i for t, i in ours.special_tokens.items())
     probes = ("{}\u0301", "\u0301{}", "{}\u0316", "\u0345{}")       # marks change places by their classes
-    young = {c for c in ALL if any(NFC.normalize_str(p.format(c)) != unicodedata.normalize("NFC", p.format(c)) for p in probes)
-             } if name == "qwen2" else set()
+    differ = lambda text: NFC.normalize_str(text) != unicodedata.normalize("NFC", text)
+    young = {c for c in ALL if name == "qwen2" and any(differ(p.format(c)) for p in probes)}
     for text in [*NASTY, *nasty, *rows()]:
         text = "".join(c for c in text if c not in young)
         if "<s>" not in text:                                        # the reference would find the special token
@@ -91,7 +91,7 @@ SPLIT_REFUSED = {
     "word special": {"added_tokens": [{"id": 0, "content": "<mask>", "single_word": True}]},
     "post-processor": {"post_processor": {"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0]}},
     "nested splits": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in (r"\d", r"\s+$|.")] + [
+        *({"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated"} for p in (r"\d|\D+", r"\s+$|.")),
         {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}},
     "two splits": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Punctuation"}, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]}},
@@ -214,7 +214,7 @@ def test_sentencepiece_style_bpe_equals_tokenizers(tmp_path, scheme):
     cw.convert(str(tmp_path / "hf"), tmp_path / "out")
     tok, rng = tokenizer.load(tmp_path / "out"), random.Random(0)
     nasty = ["".join(rng.choices("   \n\t▁'sthemor12٣½aé漢_🙂e\u0301\x00", k=40)) for _ in range(500)]
-    for text in [*NASTY, *nasty, *rows(), " a", "▁a", "<0x41>", "▁"]:
+    for text in [*NASTY, *nasty, *rows(), " a", "▁a", "<0x41>", "▁", "éé"]:
         if "<s>" not in text:                                        # the reference would find the special token
             assert tok.encode(text) == reference.encode(text, add_special_tokens=False).ids
     assert tok.bos == 1 and tok.vocab_size == len(raw["model"]["vocab"]) + 1 == tok.special_tokens["<|end|>"] + 1
@@ -279,6 +279,6 @@ def test_bytes_the_vocabulary_lacks_are_named(hf, tmp_path):
     path = tmp_path / "out" / "tokenizer.tiktoken"
     path.write_bytes(path.read_bytes().replace(base64.b64encode(b"\x06") + b" ", base64.b64encode(b"a\x06") + b" "))
     tok = tokenizer.load(tmp_path / "out")
-    with pytest.warns(UserWarning, match="bytes 06, which") as caught:
+    with pytest.warns(UserWarning, match="2 bytes dropped.* 06$") as caught:
         assert tok.encode("b\x06b\x06") == tok.encode("b") * 2
     assert len(caught) == 1

@@ -135,8 +135,9 @@ def load_tiktoken(path: Path, spec: dict):
     def ordinary(text: str, first: bool) -> list[int]:
         ids = [i for part in short_blanks(text) for i in encoding.encode_ordinary(part)]
         kept = [i for i in ids if i < size]
-        if lost := sorted({missing[i - size].hex() for i in ids if i >= size}):
-            warnings.warn(f"dropped: bytes {' '.join(lost)}, which this model's vocabulary does not have", stacklevel=3)
+        if lost := [missing[i - size].hex() for i in ids if i >= size]:
+            which = " ".join(sorted(set(lost)))
+            warnings.warn(f"{len(lost)} bytes dropped: this model's vocabulary does not have {which}", stacklevel=3)
         return kept
 
     return {i: token for token, i in ranks.items()}, ordinary
