@@ -4,26 +4,21 @@ An independent draft must work out the text for itself.  EAGLE is told what the 
 cache holds the pair (target's features at position i, token at position i + 1), and its output there guesses token i + 2.
 Beyond the newest token there are no features yet: its own output takes their place.
 """
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from convert_source import read_json
-from model import CHUNK, Block, Config, KVCache, Linear, RMSNorm, inverse_frequencies, linear, places, rotate
+from model import CHUNK, Block, Config, KVCache, Linear, RMSNorm, linear, places, rotate
 from sample import DRAFT, draw, exponential, probs
 from speculate import Draft, State
 
 
 class Eagle(nn.Module):
-    """The trained part, and what it borrows from the target: the embedding, and the output matrix's rows of the tokens in
-    `vocab` (R,), the only ones it can guess.  A fifth of a small target's bytes are its output matrix."""
+    """The trained part.  What it borrows from the target (embed, freq, head, index) comes with draft_trained.borrow."""
 
-    def __init__(self, config: Config, taps: tuple[int, ...], vocab: Tensor):
+    def __init__(self, config: Config, vocab: Tensor, taps: tuple[int, ...]):
         super().__init__()
         self.config, self.taps, c = config, tuple(taps), config
         self.fuse = Linear(len(taps) * c.dim, c.dim, bias=False)         # features of several layers -> one
@@ -32,19 +27,9 @@ class Eagle(nn.Module):
         self.block, self.norm = Block(c), RMSNorm(c.dim, c.norm_eps)
         self.register_buffer("vocab", vocab)
 
-    def borrow(self, target) -> "Eagle":
-        """Take what is the target's own.  Before this it cannot run; none of it is in the draft's file."""
-        head = (target.embed if target.lm_head is None else target.lm_head).weight
-        self.embed, self.freq = target.embed.weight, inverse_frequencies(self.config).to(head.device)
-        self.register_buffer("head", head[self.vocab].clone(), persistent=False)
-        index = torch.full((self.config.tokens,), len(self.vocab), device=head.device)
-        index[self.vocab] = torch.arange(len(self.vocab), device=head.device)
-        self.register_buffer("index", index, persistent=False)          # (V,): where in vocab a token is; R: nowhere
-        return self
-
     def pair(self, tokens: Tensor, features: Tensor) -> Tensor:
         """tokens (B, T) and the features (B, T, dim) one position before them -> the layer's input (B, T, dim)."""
-        embedded = F.embedding(tokens, self.embed)
+        embedded = self.embed(tokens)
         return self.join(torch.cat((self.token_norm(embedded), self.feature_norm(features)), -1))
 
     def forward(self, tokens, features, pos, cache: KVCache, span: int, depth=None, sees=None) -> Tensor:
@@ -54,7 +39,7 @@ class Eagle(nn.Module):
 
     def logits(self, guessed: Tensor) -> Tensor:
         """(..., dim) -> (..., R)"""
-        return linear(self.norm(guessed), self.head)
+        return linear(self.norm(guessed), self.output)
 
     def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
         """Training: what `propose` would compute from every position at once.  tokens (B, T), features (B, T, taps*dim)
@@ -91,31 +76,13 @@ def chain_attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], mask: Tensor) 
     return scores[..., :T] @ v + sum(scores[..., T + i, None] * v for i, (_, v) in enumerate(own))
 
 
-def load_eagle(folder: Path, target) -> Eagle:
-    """The Eagle that train.py wrote to folder, for this target.  ValueError where it does not fit."""
-    c, about = target.config, read_json(folder / "config.json")
-    try:
-        weights = load_file(folder / "model.safetensors")
-        vocab, taps = weights.pop("vocab").long(), tuple(about["taps"])
-        with torch.device("meta"):
-            model = Eagle(c, taps, vocab)
-        model.load_state_dict({n: w.to(target.embed.weight) for n, w in weights.items()} | {"vocab": vocab}, assign=True)
-        if not (all(0 <= i < c.layers for i in taps) and 0 <= vocab.min() and vocab.max() < c.tokens):
-            raise ValueError(f"it reads layers {taps} and guesses ids up to {vocab.max()}")
-    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        why = str(error).splitlines()[-1].strip()
-        raise ValueError(f"{folder} is no EAGLE for a target of {c.layers} layers of width {c.dim} and {c.tokens} tokens "
-                         f"({why}): train one with train.py eagle") from None
-    return model.to(target.embed.weight.device).borrow(target).eval().requires_grad_(False)
-
-
 class EagleDraft(nn.Module):
     """A chain of K guesses, each drawn from q.  A module, because what it remembers between rounds must be buffers."""
 
     def __init__(self, model: Eagle, state: State, K: int):
         super().__init__()
         B, S = state.tokens.shape
-        weight = model.head
+        weight = model.output
         self.model, self.nodes, self.taps = model, K, model.taps
         self.cache = KVCache(model.config, B, S, weight.device, weight.dtype)
         self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import tokenizer as tokenizers
-from convert_source import read_json
-from draft_eagle import EagleDraft, load_eagle
+from draft_trained import load_trained, trained_drafter, trained_kind
 from drafts import ModelDraft, NgramDraft, NoDraft
 from load import open_checkpoint
 from model import CHUNK, KVCache
@@ -155,6 +154,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--draft", metavar="none|ngram|DIR", default="ngram",
         help="who guesses: nobody, prompt lookup (default), or a smaller model")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
+    add("--tree", type=int, metavar="N",
+        help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
     add("--prompt", action="append", default=[], metavar="TEXT",
         help="repeatable: each is a row of the batch; - reads stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -186,6 +187,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
     args.k = 0 if args.draft == "none" else args.k or 4
+    need(args.tree is None or args.k <= args.tree <= 64, f"--tree {args.tree} must be in {args.k} (-k) .. 64")
     need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
     Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
@@ -214,15 +216,18 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
 
 def load_drafter(args, target, tokens, state: State):
     """--draft none, ngram or a folder -> a drafter for the rows of this state."""
+    folder = Path(args.draft)
+    trained = args.draft not in ("none", "ngram") and trained_kind(folder)
+    if args.tree and not trained:
+        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, not --draft {args.draft}: leave it out")
     if args.draft == "none":
         return NoDraft()
     if args.draft == "ngram":
         return NgramDraft(args.k)
-    folder = Path(args.draft)
     if not folder.exists():
         raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
-    if kind := trained_kind(folder):
-        return EagleDraft(load_eagle(folder, target), state, args.k)
+    if trained:
+        return trained_drafter(load_trained(folder, target), target, state, args.k, args.tree)
     model, weight = target, target.embed.weight
     if folder.resolve() != Path(args.target).resolve():
         draft = open_checkpoint(folder)
@@ -231,15 +236,6 @@ def load_drafter(args, target, tokens, state: State):
         model = draft.load(args.device, weight.dtype)
     cache = KVCache(model.config, *state.tokens.shape, args.device, weight.dtype)
     return ModelDraft(model, cache, args.k, target.config.tokens)
-
-
-def trained_kind(folder: Path) -> str | None:
-    """The kind of drafter that train.py wrote to folder, None where it is something else.  ValueError for an unknown one."""
-    if not (folder / "config.json").is_file() or "kind" not in (about := read_json(folder / "config.json")):
-        return None
-    if (kind := about["kind"]) not in ("eagle",):
-        raise ValueError(f"{folder} holds a drafter of kind {kind!r}, which is not one of eagle")
-    return kind
 
 
 def encode(args, tokens, template, messages) -> list[int]:
@@ -267,7 +263,7 @@ class Engine:
         """For texts of up to `longest` tokens, the first round starting at about `first`."""
         B = max(1, len(args.prompt))
         self.args, self.target, self.tokens = args, target, tokens
-        self.state = make_state(target, B, longest, args.k, tokens.eos)
+        self.state = make_state(target, B, longest, args.tree or args.k, tokens.eos)
         self.drafter = load_drafter(args, target, tokens, self.state)
         self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
         self.step, self.compile_s = speculate, 0.0

@@ -71,7 +71,7 @@ class Round(NamedTuple):
     out: Tensor                     # (B, K+1): out[:, :new] is what each row wrote
     n: Tensor                       # (B,) guesses among them
     new: Tensor                     # (B,) 0 for a row that has ended
-    tried: Tensor                   # (B,) guesses that could have been kept
+    tried: Tensor                   # (B,) guesses that could have been kept: of a tree, its depth
 
 
 def verify(target, state: State, draft: Draft, sampling, taps=()) -> tuple[Tensor, Tensor]:
@@ -192,4 +192,4 @@ def speculate(target, drafter, state: State, sampling, block: bool = False) -> R
             hidden, p = (t.gather(1, path[..., None].expand(-1, -1, t.shape[-1])) for t in (hidden, p))
     n, new = commit(state, out, n)
     drafter.observe(state, out, n, hidden, p)
-    return Round(out, n, new, torch.full_like(n, draft.tokens.shape[1]) if draft.valid is None else draft.valid)
+    return Round(out, n, new, torch.full_like(n, out.shape[1] - 1) if draft.valid is None else draft.valid)

@@ -10,6 +10,7 @@ import model
 import test_law as law
 from conftest import TARGET, V, decode, prompts_for
 from draft_eagle import Eagle, EagleDraft, EagleTree
+from draft_trained import borrow
 from generate import compile_round, generate
 from model import KVCache
 from sample import Sampling
@@ -20,10 +21,10 @@ def random_eagle(target, taps=(0, 1), R=None, seed=7) -> Eagle:
     """R: only the even ids, say, can be guessed; None: all."""
     c, g = target.config, torch.Generator().manual_seed(seed)
     vocab = torch.arange(c.tokens) if R is None else torch.randperm(c.tokens, generator=g)[:R].sort().values
-    model = Eagle(c, taps, vocab)
+    model = Eagle(c, vocab, taps)
     for name, p in model.named_parameters():
         p.data = torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.1 * torch.randn(p.shape, generator=g)
-    return model.borrow(target).requires_grad_(False)
+    return borrow(model, target).requires_grad_(False)
 
 
 class Spy(EagleDraft):

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_eagle import Eagle
+from draft_medusa import RANKS
+from draft_trained import KINDS, borrow, fingerprint, own_weights
 from generate import DEFAULT_TARGET, Parser, note
 from load import open_checkpoint
 from model import default_dtype
@@ -56,14 +57,20 @@ def ahead(x: Tensor, s: int) -> Tensor:
     return torch.cat((x[:, s:], torch.zeros_like(x[:, :s])), 1)
 
 
+def tapped(model, features: Tensor) -> Tensor:
+    """Of the features that are on disk, those of the layers that this drafter reads."""
+    dim = model.config.dim
+    return torch.cat([features[..., i * dim:(i + 1) * dim] for i in model.columns] + [features[..., :0]], -1)
+
+
 def loss_of(model, target, tokens, features, written, depth: int) -> Tensor:
     """Mean over the guesses of -sum(p log q), p being the target's distribution over the tokens that can be guessed.  The
     s-th guess from position t is about the distribution after position t + 1 + s; later guesses matter less, since they
     count only where the earlier ones were kept."""
     with torch.no_grad():
-        p = F.linear(target.norm(features[..., -target.config.dim:]), model.head).softmax(-1)       # (B, T, R)
+        p = F.linear(target.norm(features[..., -target.config.dim:]), model.output).softmax(-1)     # (B, T, R)
     total = 0.0
-    for s, guessed in enumerate(model.unroll(tokens, features, depth)):
+    for s, guessed in enumerate(model.unroll(tokens, tapped(model, features), depth)):
         counts = ahead(written, 1 + s)
         q = model.logits(guessed[counts]).log_softmax(-1)
         total = total - 0.8 ** s * (ahead(p, 1 + s)[counts] * q).sum(-1).mean()
@@ -76,10 +83,10 @@ def acceptance(model, target, texts: list[Text], depth: int) -> dict[float, list
     kept when it is the token that was written, at 1 with probability sum(min(p, q))."""
     kept = {}
     for text in texts:
-        tokens, features, written = stack([text], model.head.device, model.head.dtype)
+        tokens, features, written = stack([text], model.output.device, model.output.dtype)
         p = target.head(target.norm(features[..., -target.config.dim:])).softmax(-1)
         weight = torch.ones(tokens.shape, device=tokens.device)
-        for s, guessed in enumerate(model.unroll(tokens, features, depth)):
+        for s, guessed in enumerate(model.unroll(tokens, tapped(model, features), depth)):
             q = model.logits(guessed).softmax(-1)
             if text.temperature == 0:
                 share = (model.vocab[q.argmax(-1)] == ahead(tokens, 2 + s)).float()
@@ -93,6 +100,21 @@ def acceptance(model, target, texts: list[Text], depth: int) -> dict[float, list
     return {t: [round(b / max(a, 1e-9), 3) for a, b in pairs] for t, pairs in sorted(kept.items())}
 
 
+@torch.no_grad()
+def rank_rates(model, texts: list[Text]) -> list[list[float]]:
+    """[head][rank]: how often this choice of this head was the token written."""
+    hits, tried = torch.zeros(model.heads, RANKS), 0
+    for text in texts:
+        tokens, features, written = stack([text], model.output.device, model.output.dtype)
+        guesses = model.unroll(tokens, tapped(model, features), model.heads)
+        counts = ahead(written, model.heads)                                    # positions that every head can be asked at
+        for s, guessed in enumerate(guesses):
+            best = model.vocab[model.logits(guessed[counts]).topk(RANKS).indices]
+            hits[s] += (best == ahead(tokens, 2 + s)[counts][:, None]).sum(0).cpu()
+        tried += counts.sum().item()
+    return [[round(x, 4) for x in row] for row in (hits / tried).tolist()]
+
+
 # ---- training ---------------------------------------------------------------------------------------------------------------
 
 def frequent(texts: list[Text], R: int, V: int) -> Tensor:
@@ -102,21 +124,49 @@ def frequent(texts: list[Text], R: int, V: int) -> Tensor:
                                [i for i in range(V) if i not in counts][:max(0, R - len(counts))]))
 
 
-def from_last_layer(model: Eagle, target, texts: list[Text]) -> None:
-    """Start as the target's own last layer applied once more, to features of size 1: what it adds is scaled to match."""
-    c, last = target.config, target.layers[-1]
+def new_drafter(args, target, texts: list[Text], taps: tuple):
+    """-> (an untrained drafter of this kind, the options it is made again with)."""
+    c = target.config
+    vocab = frequent(texts, args.vocab or c.tokens, c.tokens)
+    shape = {"eagle": {"taps": taps}, "medusa": {"heads": args.heads}, "draft": {"layers": args.layers, "ffn_dim": args.ffn_dim}}
+    model = borrow(KINDS[args.kind](c, vocab, **shape[args.kind]).to(args.device), target)
+    model.columns = [taps.index(i) for i in model.taps]
+    {"eagle": start_eagle, "medusa": start_medusa, "draft": start_small}[args.kind](model, target, texts)
+    return model, shape[args.kind]
+
+
+@torch.no_grad()
+def start_eagle(model, target, texts: list[Text]) -> None:
+    """As the target's own last layer applied once more, to features of size 1: what it adds is scaled to match."""
+    c = target.config
     size = torch.cat([t.features[:-1, -c.dim:] for t in texts[:BATCH]]).float().square().mean(-1).sqrt().median().item()
-    with torch.no_grad():
-        model.block.load_state_dict(last.state_dict())
-        model.norm.load_state_dict(target.norm.state_dict())
-        model.block.o.weight.div_(size)
-        model.block.down.weight.div_(size)
-        model.join.weight.normal_(0, 0.5 * c.dim ** -0.5)
-        model.fuse.weight.normal_(0, 0.1 * c.dim ** -0.5)
-        for w in (model.fuse.weight, model.join.weight):
-            w[:, -c.dim:] += torch.eye(c.dim)
-        for norm in (model.token_norm, model.feature_norm):
-            norm.weight.fill_(1.0)
+    model.block.load_state_dict(target.layers[-1].state_dict())
+    model.norm.load_state_dict(target.norm.state_dict())
+    model.block.o.weight.div_(size)
+    model.block.down.weight.div_(size)
+    model.join.weight.normal_(0, 0.5 * c.dim ** -0.5)
+    model.fuse.weight.normal_(0, 0.1 * c.dim ** -0.5)
+    for w in (model.fuse.weight, model.join.weight):
+        w[:, -c.dim:] += torch.eye(c.dim)
+    for norm in (model.token_norm, model.feature_norm):
+        norm.weight.fill_(1.0)
+
+
+@torch.no_grad()
+def start_medusa(model, target, texts: list[Text]) -> None:
+    """Every head says what the target says about the next token."""
+    model.turn.weight.zero_()
+
+
+@torch.no_grad()
+def start_small(model, target, texts: list[Text]) -> None:
+    """As the target's first layers and its last, as much of them as fits."""
+    model.norm.load_state_dict(target.norm.state_dict())
+    source = [*target.layers[:len(model.layers) - 1], target.layers[-1]]
+    for block, theirs in zip(model.layers, source):
+        given = dict(theirs.named_parameters())
+        for name, p in block.named_parameters():
+            p.copy_(given[name][tuple(slice(n) for n in p.shape)])
 
 
 def learning_rate(peak: float, step: int, part: float) -> float:
@@ -127,7 +177,7 @@ def learning_rate(peak: float, step: int, part: float) -> float:
 def save(model, out: Path, about: dict, training: dict) -> None:
     """The drafter in bfloat16, and what --resume needs beside it."""
     out.mkdir(parents=True, exist_ok=True)
-    weights = {n: w.detach().to(torch.bfloat16).contiguous() for n, w in model.named_parameters()}
+    weights = {n: w.detach().to(torch.bfloat16).contiguous() for n, w in own_weights(model).items()}
     save_file(weights | {"vocab": model.vocab.int()}, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     torch.save(training, out / "training.part")
@@ -138,12 +188,12 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
     learn, check = ([t for t in texts if held_out(t.prompt) == held] for held in (False, True))
     if not learn or not check:
         raise ValueError(f"{len(learn)} texts to learn from and {len(check)} held out: give more prompts")
-    parameters = list(model.parameters())
+    parameters = list(own_weights(model).values())
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     step, epoch, position, spent = 0, 0, 0, 0.0
     if args.resume:
         saved = torch.load(args.out / "training.pt", weights_only=True)
-        model.load_state_dict(saved["model"])
+        model.load_state_dict(saved["model"], strict=False)             # strict knows nothing of what is borrowed
         optimizer.load_state_dict(saved["optimizer"])
         step, epoch, position, spent = (saved[k] for k in ("step", "epoch", "position", "seconds"))
     begun, said, saved_at = time.perf_counter() - spent, 0.0, time.perf_counter()
@@ -154,7 +204,7 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
         batch, position = todo.pop(0), position + 1
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args.lr, step, seconds / (60 * args.minutes))
-        loss = loss_of(model, target, *stack(batch, model.head.device, model.head.dtype), args.depth)
+        loss = loss_of(model, target, *stack(batch, model.output.device, model.output.dtype), args.depth)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -167,8 +217,10 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
         if time.perf_counter() - saved_at > 60 * args.save_every or time.perf_counter() - begun >= 60 * args.minutes:
             rates = acceptance(model, target, check[:args.check], args.depth)
             spent, saved_at = time.perf_counter() - begun, time.perf_counter()
+            if args.kind == "medusa":
+                about["shape"]["rates"] = rank_rates(model, [t for t in check if t.temperature == 0][:args.check])
             about |= {"minutes": round(spent / 60, 1), "steps": step, "acceptance": {str(t): a for t, a in rates.items()}}
-            save(model, args.out, about, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+            save(model, args.out, about, {"model": own_weights(model), "optimizer": optimizer.state_dict(), "step": step,
                                           "epoch": epoch, "position": position, "seconds": spent})
             note("held out: " + "; ".join(f"temperature {t:g}: {' '.join(f'{a:.3f}' for a in r)}" for t, r in rates.items()))
 
@@ -178,7 +230,7 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
 def options(argv=None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("kind", choices=["texts", "eagle"], help="what to train; texts only writes the texts")
+    add("kind", choices=["texts", *KINDS], help="what to train; texts only writes the texts")
     add("--target", type=Path, default=DEFAULT_TARGET, metavar="DIR")
     add("--prompts", type=Path, required=True, metavar="FILE", help="one a line, plain or {\"prompt\": ...}")
     add("--texts", type=Path, metavar="DIR", help="where texts are kept (default: beside the target, NAME-texts)")
@@ -188,7 +240,10 @@ def options(argv=None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the training in --out")
     add("--taps", type=int, nargs="+", metavar="LAYER", help="layers the drafter reads; the last must be the target's last")
     add("--vocab", type=int, default=8192, metavar="R", help="guess only the R tokens written most often; 0: all")
-    add("--depth", type=int, default=3, help="guesses a chain learns")
+    add("--depth", type=int, default=3, help="guesses of a chain that are learned")
+    add("--heads", type=int, default=4, help="of a Medusa")
+    add("--layers", type=int, default=2, help="of a small draft model")
+    add("--ffn-dim", type=int, default=1024, help="of a small draft model")
     add("--lr", type=float, default=1e-3)
     add("--check", type=int, default=48, metavar="N", help="held-out texts to measure acceptance on")
     add("--save-every", type=float, default=10, metavar="MINUTES")
@@ -213,11 +268,9 @@ def main(argv=None) -> int:
         if args.kind == "texts":
             return 0
         texts = read_texts(args.texts, taps)
-        vocab = frequent(texts, args.vocab or target.config.tokens, target.config.tokens).to(args.device)
-        model = Eagle(target.config, taps, vocab).to(args.device).borrow(target)
-        from_last_layer(model, target, texts)
-        about = {"kind": args.kind, "target": args.target.name, "taps": taps}
-        train(model, target, texts, args, about)
+        model, shape = new_drafter(args, target, texts, taps)
+        train(model, target, texts, args, {"kind": args.kind, "target": args.target.name, "fingerprint": fingerprint(target),
+                                           "shape": shape})
     except ValueError as error:
         note("train.py: " + " ".join(str(error).splitlines()))
         return 2

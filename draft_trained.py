@@ -1,0 +1,90 @@
+"""What trained drafters have in common: what they borrow from the target, and how train.py's folder becomes one of them.
+
+None brings a vocabulary of its own.  Embedding and output matrix are the target's, and of the output matrix only the rows of
+`vocab` (R,), the tokens that can be guessed: a fifth of a small target's bytes are that matrix, most of it tokens it hardly
+ever writes.  q is 0 for the others, and the law of the text is untouched.
+"""
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from convert_source import read_json
+from draft_eagle import Eagle, EagleDraft, EagleTree
+from draft_medusa import Medusa, MedusaDraft
+from draft_small import Small
+from drafts import ModelDraft
+from model import KVCache, inverse_frequencies
+from speculate import State
+
+KINDS = {"eagle": Eagle, "medusa": Medusa, "draft": Small}
+
+
+def borrow(model, target):
+    """Give a trained drafter what is the target's own; none of it is in the drafter's file.  -> model"""
+    head = (target.embed if target.lm_head is None else target.lm_head).weight
+    model.embed, model.target_norm = target.embed, target.norm
+    model.freq = inverse_frequencies(target.config).to(head.device)
+    model.register_buffer("output", head[model.vocab].clone(), persistent=False)               # (R, dim)
+    index = torch.full((target.config.tokens,), len(model.vocab), device=head.device)
+    index[model.vocab] = torch.arange(len(model.vocab), device=head.device)
+    model.register_buffer("index", index, persistent=False)         # (V,): where in vocab a token is; R: it cannot be guessed
+    return model
+
+
+def own_weights(model) -> dict:
+    """The parameters that are the drafter's own: {name: parameter}."""
+    return {n: p for n, p in model.named_parameters() if not n.startswith(("embed.", "target_norm."))}
+
+
+def fingerprint(target) -> int:
+    """Tells one target from another of the same shape; the same in every dtype it may have been converted to."""
+    weight = target.norm.weight.detach().float().cpu()
+    return int((weight * torch.arange(1, len(weight) + 1)).sum().item())
+
+
+def trained_kind(folder: Path) -> str | None:
+    """The kind of drafter that train.py wrote to folder, None where it is something else.  ValueError for an unknown one."""
+    if not (folder / "config.json").is_file() or "kind" not in (about := read_json(folder / "config.json")):
+        return None
+    if (kind := about["kind"]) not in [*KINDS]:
+        raise ValueError(f"{folder} holds a drafter of kind {kind!r}, which is not one of {', '.join(KINDS)}")
+    return kind
+
+
+def load_trained(folder: Path, target):
+    """-> the Eagle, Medusa or Small that train.py wrote to folder, ready to run.  ValueError where it does not fit the target."""
+    c, about, kind = target.config, read_json(folder / "config.json"), trained_kind(folder)
+    try:
+        weights = load_file(folder / "model.safetensors")
+        vocab = weights.pop("vocab").long()
+        with torch.device("meta"):
+            model = KINDS[kind](c, vocab, **about["shape"])
+        if missing := own_weights(model).keys() ^ weights.keys():
+            raise ValueError(f"{', '.join(sorted(missing))} missing or unknown")
+        if not (all(0 <= i < c.layers for i in model.taps) and 0 <= vocab.min() and vocab.max() < c.tokens):
+            raise ValueError(f"it reads layers {model.taps} and guesses ids up to {vocab.max()}")
+        own = {n: w.to(target.embed.weight) for n, w in weights.items()} | {"vocab": vocab.to(target.embed.weight.device)}
+        model.load_state_dict(own, strict=False, assign=True)
+    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{folder} is no drafter for a target of {c.layers} layers of width {c.dim} and {c.tokens} tokens "
+                         f"({why}): train one with train.py {kind}") from None
+    model.trained_for = about.get("fingerprint")
+    return borrow(model, target).eval().requires_grad_(False)
+
+
+def trained_drafter(model, target, state: State, K: int, nodes: int | None):
+    """What the round calls: a chain of K guesses, or a tree of so many nodes that is at most K deep."""
+    if isinstance(model, Small):
+        if nodes:
+            raise ValueError("a draft model guesses a chain: leave out --tree")
+        cache = KVCache(model.config, *state.tokens.shape, target.embed.weight.device, target.embed.weight.dtype)
+        return ModelDraft(model, cache, K, target.config.tokens)
+    if isinstance(model, Medusa):
+        return MedusaDraft(model, state, K, nodes)
+    if not nodes:
+        return EagleDraft(model, state, K)
+    width = max(w for w in range(1, nodes + 1) if (K - 1) * w <= nodes and w <= 10)
+    return EagleTree(model, state, K, nodes, width)
