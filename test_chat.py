@@ -120,9 +120,9 @@ def test_messages_cannot_forge_special_tokens(hf, tmp_path):
                      ["\U000f0000<s>\U000f0001"]):
         ids = tokenizer.chat(template, [{"role": "u", "content": c} for c in contents], tok)
         assert ids == [tok.bos, *tok.encode("".join(contents) + plain), end]
-    for content, around in (("im_", "<|{}end|>"), ("end|>", "<|im_{}"), ("<|im_", "{}end|>")):
-        around = around.replace("{}", "{{ messages[0].content }}")
-        assert tokenizer.chat(around, [{"role": "u", "content": content}], tok) == tok.prompt("<|im_end|>")
+    for content, around in (("im_", "<|{}end|>"), ("end|> x", "<|im_{}"), ("x <|im_", "{}end|>")):
+        template = around.replace("{}", "{{ messages[0].content }}")
+        assert tokenizer.chat(template, [{"role": "u", "content": content}], tok) == tok.prompt(around.format(content))
     for bad in ([{"role": "<s>", "content": ""}], [{"role": "u"}], [{"role": "u", "content": ["x"]}],
                 [{"role": "u", "content": "x", "name": "<s>"}]):
         with pytest.raises(ValueError, match="special token <s>|a chat message is"):
