@@ -98,11 +98,12 @@ def hf_config(raw: dict, names) -> dict:
     the weights' `names` show them."""
     known = raw["model_type"] in KNOWN
     family, default = raw["model_type"], dict(norm_eps=1e-6, theta=10_000.0) if known else {}
-    has = lambda *modules: any(re.search(rf"\.({'|'.join(modules)})\.", name) for name in names)
     dim, heads = whole(raw, "hidden_size"), whole(raw, "num_attention_heads")
     context = whole(raw, "max_position_embeddings", raw.get("max_sequence_length"))
     window = raw.get("sliding_window", 4096 if family == "mistral" else None)       # 4096: MistralConfig's default
-    if raw.get("use_sliding_window", not family.startswith("qwen")) and window is not None and window < context:
+    switch = raw.get("use_sliding_window")                  # Qwen's is off unless said otherwise, Mistral has none
+    off = not switch if family.startswith("qwen") else switch is False and family != "mistral"
+    if not off and window is not None and window < context:
         raise ValueError(f"sliding-window attention (sliding_window {window}, context {context}) is not supported")
     bias, mlp = bool(raw.get("attention_bias")), bool(raw.get("mlp_bias"))
     if known:
@@ -118,7 +119,7 @@ def hf_config(raw: dict, names) -> dict:
                 kv_heads=whole(raw, "num_key_value_heads", heads), head_dim=whole(raw, "head_dim", dim // heads),
                 ffn_dim=whole(raw, "intermediate_size"), context=context, rope_theta=theta, rope_scaling=scaling,
                 norm_eps=number(raw, "rms_norm_eps", default.get("norm_eps")), tie_embeddings=bool(tied),
-                qk_norm=family == "qwen3" or not known and has("q_norm", "k_norm"), **biases)
+                qk_norm=family == "qwen3" or not known and any(".q_norm." in name for name in names), **biases)
 
 
 def hf_rope(raw: dict, default: float | None) -> tuple[float, dict | None]:

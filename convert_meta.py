@@ -65,7 +65,7 @@ def meta_config(params: dict, shapes: dict[str, tuple], tied: bool) -> dict:
     """params.json -> Config's fields, what it leaves open from the weights' shapes."""
     dim, heads = whole(params, "dim"), whole(params, "n_heads")
     rows, ffn = shapes["tok_embeddings.weight"][0], ffn_width(params)
-    if params.get("vocab_size", -1) not in (-1, rows):
+    if params.get("vocab_size") not in (None, -1, rows):
         raise ValueError(f"vocab_size {params['vocab_size']} in params.json, yet tok_embeddings.weight has {rows} rows")
     if (have := shapes.get("layers.0.feed_forward.w1.weight", (ffn,))[0]) != ffn:
         raise ValueError(f"params.json makes the feed-forward {ffn} wide, w1 has {have} rows: a shard may be missing")
@@ -104,14 +104,14 @@ def plain_context(params: dict, dim: int, rows: int, theta: float) -> tuple[int,
     """-> (context, whose it is).  Llama 1 and 2 have the same fields.  Only Llama 2 has n_kv_heads or a multiplier
     (70B); a norm_eps of 1e-5 is Llama 2's, except in Llama 1 65B (dim 8192).  An early download of Llama 2 7B chat says 1e-6
     (github.com/meta-llama/llama issue 771) and gets half its context: too short is safe, too long is gibberish."""
-    if rows == LLAMA3_ROWS:
+    if rows == LLAMA3_ROWS or theta == 500_000:
         return 8192, "Llama 3"
-    if theta > 10_000:
+    if theta == 1_000_000:
         return 16_384, "Code Llama"
     grouped = params.get("n_kv_heads") is not None or params.get("ffn_dim_multiplier") is not None
-    if grouped or params.get("norm_eps", 1e-5) == 1e-5 and dim != 8192:
+    if theta == 10_000 and (grouped or params.get("norm_eps", 1e-5) == 1e-5 and dim != 8192):
         return 4096, "Llama 2"
-    return 2048, "Llama 1, which params.json does not tell from an early Llama 2"
+    return 2048, "Llama 1: params.json does not show that it is a later one"
 
 
 # ---- consolidated.*.pth

@@ -115,6 +115,8 @@ ROPE = {            # params.json, rows of the embedding -> context, theta, fact
                     (4096, 1e4, None)),
     "code llama 7B": ({"dim": 4096, "norm_eps": 1e-5, "rope_theta": 1e6}, 32_016, (16_384, 1e6, None)),
     "llama 3 8B": ({"dim": 4096, "rope_theta": 5e5, "n_kv_heads": 8}, 128_256, (8192, 5e5, None)),
+    "llama 3 of more tokens": ({"dim": 4096, "rope_theta": 5e5, "n_kv_heads": 8}, 128_260, (8192, 5e5, None)),
+    "nobody's theta": ({"dim": 4096, "rope_theta": 7e5, "n_kv_heads": 8}, 32_000, (2048, 7e5, None)),
     "llama 3, no theta": ({"dim": 4096, "n_kv_heads": 8}, 128_256, (8192, 5e5, None)),
     "llama 3.1 8B": ({"dim": 4096, "rope_theta": 5e5, "use_scaled_rope": True}, 128_256, (131_072, 5e5, 8.0)),
     "llama 3.2 1B": ({"dim": 2048, "rope_theta": 5e5, "use_scaled_rope": True}, 128_256, (131_072, 5e5, 32.0)),
