@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,6 +157,8 @@ def options(argv=None) -> argparse.Namespace:
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
     add("--tree", type=int, metavar="N",
         help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
+    add("--verify", choices=("token", "block"), default="token",
+        help="judge a chain of drawn guesses one by one (default), or together: never fewer are kept on average")
     add("--prompt", action="append", default=[], metavar="TEXT",
         help="repeatable: each is a row of the batch; - reads stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -238,6 +241,15 @@ def load_drafter(args, target, tokens, state: State):
     return ModelDraft(model, cache, args.k, target.config.tokens)
 
 
+@torch.no_grad()
+def draws(drafter, state: State, sampling) -> bool:
+    """Whether it draws its guesses from a q, as its own Draft says.  Before any text: it scratches slots and nothing else."""
+    state.pos.fill_(1)
+    q = drafter.propose(state, sampling).q
+    state.pos.fill_(-1)
+    return q is not None
+
+
 def encode(args, tokens, template, messages) -> list[int]:
     """The prompt's ids: through the chat template when there is one, unless --raw."""
     return tokenizers.chat(template, messages, tokens) if args.chat else tokens.prompt(messages[-1]["content"])
@@ -266,10 +278,14 @@ class Engine:
         self.state = make_state(target, B, longest, args.tree or args.k, tokens.eos)
         self.drafter = load_drafter(args, target, tokens, self.state)
         self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
-        self.step, self.compile_s = speculate, 0.0
+        how = {"block": True} if args.verify == "block" else {}
+        if how and not draws(self.drafter, self.state, self.sampling):
+            raise ValueError(f"--verify block judges a chain of guesses drawn from a distribution, and those of --draft "
+                             f"{args.draft}{' --tree' if args.tree else ''} are chosen: leave --verify out")
+        self.step, self.compile_s = partial(speculate, **how), 0.0
         if not args.no_compile:
             note("compiling the round: a minute or more the first time, some seconds once it is found on disk ...")
-            self.compiled, self.step = compile_round(), self.round
+            self.compiled, self.step = partial(compile_round(), **how), self.round
             warm_up(self.step, target, self.drafter, self.state, self.sampling, first)
 
     def round(self, *args):
@@ -317,7 +333,8 @@ def run_prompts(args, target, tokens, template) -> int:
     rows = engine.run(prompts, budgets, write if alone else lambda i, text: None)
     for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
         if args.json:
-            stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "seed": args.seed + i}
+            stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "verify": args.verify,
+                     "seed": args.seed + i}
             print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish,
                               "stats": row.stats() | stats}))
         else:
