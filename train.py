@@ -9,6 +9,7 @@ position and for every guess of a chain.  Stops at any time; --resume goes on wh
 import argparse
 import json
 import math
+import pickle
 import sys
 import time
 from collections import Counter
@@ -192,18 +193,27 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     step, epoch, position, spent = 0, 0, 0, 0.0
     if args.resume:
-        saved = torch.load(args.out / "training.pt", weights_only=True)
+        try:
+            saved = torch.load(args.out / "training.pt", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"--resume: {args.out / 'training.pt'} cannot be read ({str(error).splitlines()[0]}): "
+                             "leave --resume out to begin anew") from None
         model.load_state_dict(saved["model"], strict=False)             # strict knows nothing of what is borrowed
         optimizer.load_state_dict(saved["optimizer"])
         step, epoch, position, spent = (saved[k] for k in ("step", "epoch", "position", "seconds"))
     begun, said, saved_at = time.perf_counter() - spent, 0.0, time.perf_counter()
     todo, losses = batches(learn, epoch)[position:], []
-    while (seconds := time.perf_counter() - begun) < 60 * args.minutes:
+    def part() -> float:
+        """How much of the training is done, 0 to 1: of its steps where they are counted, else of its time."""
+        return step / args.steps if args.steps else (time.perf_counter() - begun) / (60 * args.minutes)
+
+    while part() < 1:
+        seconds = time.perf_counter() - begun
         if not todo:
             epoch, position, todo = epoch + 1, 0, batches(learn, epoch + 1)
         batch, position = todo.pop(0), position + 1
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args.lr, step, seconds / (60 * args.minutes))
+            group["lr"] = learning_rate(args.lr, step, part())
         loss = loss_of(model, target, *stack(batch, model.output.device, model.output.dtype), args.depth)
         optimizer.zero_grad()
         loss.backward()
@@ -214,7 +224,7 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
             note(f"{seconds / 60:6.1f} min  step {step}  epoch {epoch + position * ROWS / len(learn):.2f}  "
                  f"loss {sum(losses) / len(losses):.3f}")
             said, losses = seconds, []
-        if time.perf_counter() - saved_at > 60 * args.save_every or time.perf_counter() - begun >= 60 * args.minutes:
+        if time.perf_counter() - saved_at > 60 * args.save_every or part() >= 1:
             rates = acceptance(model, target, check[:args.check], args.depth)
             spent, saved_at = time.perf_counter() - begun, time.perf_counter()
             if args.kind == "medusa":
@@ -236,6 +246,7 @@ def options(argv=None) -> argparse.Namespace:
     add("--texts", type=Path, metavar="DIR", help="where texts are kept (default: beside the target, NAME-texts)")
     add("--out", type=Path, metavar="DIR", help="the drafter's folder")
     add("--minutes", type=float, default=60, help="of training in all, earlier runs that are resumed included")
+    add("--steps", type=int, metavar="N", help="of training in all, instead of --minutes")
     add("--text-minutes", type=float, default=60, help="of writing texts, before training")
     add("--resume", action="store_true", help="go on with the training in --out")
     add("--taps", type=int, nargs="+", metavar="LAYER", help="layers the drafter reads; the last must be the target's last")
@@ -262,6 +273,9 @@ def main(argv=None) -> int:
         target = opened.load(args.device, torch.float32)
         L = target.config.layers
         taps = tuple(args.taps or (L // 4, 3 * L // 5, L - 1))
+        if not all(0 <= i < L for i in taps) or taps[-1] != L - 1:
+            raise ValueError(f"--taps {' '.join(map(str, taps))}: layers are 0 to {L - 1}, and the last must be {L - 1}, the last "
+                             "layer, whose output says what the target would write")
         stop = time.perf_counter() + 60 * args.text_minutes
         write_texts(target, opened.tokens, opened.template, read_prompts(args.prompts), taps, args.texts,
                     lambda: time.perf_counter() > stop, note)

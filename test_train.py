@@ -1,0 +1,247 @@
+"""train.py on a tiny target: texts, resuming, what is saved and loaded; Medusa and the small draft while drafting.
+
+"Kills:" names the bug that was planted once and made the test fail.
+"""
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import convert_weights as cw
+import generate as cli
+import model
+import test_law as law
+import train
+import train_data
+from checkpoints import hf_folder, one_thread  # noqa: F401 (autouse)
+from conftest import TARGET, decode, prompts_for
+from draft_eagle import Eagle
+from draft_medusa import RANKS, Medusa, MedusaDraft, best_tree
+from draft_small import Small
+from draft_trained import borrow, fingerprint, load_trained, own_weights, trained_drafter
+from generate import compile_round, generate
+from load import open_checkpoint
+from model import KVCache
+from sample import Sampling
+from speculate import State, speculate
+
+PROMPTS = ["the theme", "of them", "is there", "there is", "them there", "a b c", "count 1 2 3", "emoji 👍🏽", "x = 1", "why", "o", "is"]
+
+
+def random_drafter(kind, target=TARGET, R=30, **shape):
+    g = torch.Generator().manual_seed(9)
+    vocab = torch.randperm(target.config.tokens, generator=g)[:R].sort().values
+    model = kind(target.config, vocab, **shape)
+    for p in own_weights(model).values():
+        p.data = torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 if p.dim() > 1 else torch.ones_like(p)
+    return borrow(model, target).requires_grad_(False)
+
+
+def medusa(**options):
+    return random_drafter(Medusa, heads=3, **options)
+
+
+def small(**options):
+    return random_drafter(Small, layers=1, ffn_dim=48, **options)
+
+
+# ---- drafting
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [medusa, small])
+def test_drafting_computes_what_training_unrolls(make):
+    """The chain of every round, against `unroll` on the whole text.  Kills: features of another row than n; head i read for
+    guess i + 1; the small model's output rows by position in the vocabulary; start() taking the last chunk's last row."""
+    B, seen, net = 2, [], make()
+    state = State(KVCache(TARGET.config, B, 192), B, 192)
+    drafter, prompts = trained_drafter(net, TARGET, state, 3, None), [[5, 9, 11], list(range(40)) * 2]
+    for _ in generate(TARGET, drafter, state, Sampling(B), prompts, [20] * B):
+        seen.append((state.tokens.clone(), state.pos.clone(), drafter.propose(state, Sampling(B)).tokens))
+    for tokens, pos, guesses in seen[:-1]:
+        for row in range(B):
+            if pos[row] >= len(prompts[row]) + 19:
+                continue
+            ids, want = tokens[row, :pos[row] + 1].tolist(), []
+            for s in range(3):
+                text = torch.tensor([ids + want + [0] * (3 - s)])       # what comes later must not matter
+                taps = TARGET(text, torch.zeros(1, dtype=torch.int64), KVCache(TARGET.config, 1, text.shape[1]),
+                              text.shape[1], taps=net.taps)[1]
+                g = net.unroll(text, taps, 3)[s][0, len(ids) - 2]
+                want.append(net.vocab[net.logits(g).argmax()].item())
+            assert guesses[row].tolist() == want
+
+
+def drafters(state):
+    clone = random_drafter(Small, layers=2, ffn_dim=64, R=40)
+    train.start_small(clone, TARGET, [])                                # the target itself, but for 8 tokens
+    return {"medusa": MedusaDraft(medusa(), state, 3), "medusa tree": MedusaDraft(medusa(), state, 3, 9),
+            "small": trained_drafter(clone, TARGET, state, 3, None)}
+
+
+@pytest.mark.parametrize("kind", ["medusa", "medusa tree", "small"])
+def test_greedy_text_is_plain(kind):
+    """Kills: a tree's tokens in another order than its parents."""
+    state = State(KVCache(TARGET.config, 3, 192), 3, 192)
+    texts, rounds = decode(None, 3, prompts_for(3), 60, state=state, drafter=drafters(state)[kind])
+    assert texts == decode("none", 0, prompts_for(3), 60)[0]
+    assert any(kept for round in rounds for _, kept in round), "nothing was ever kept: this test says nothing"
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "small"])
+def test_joint_law_of_three_tokens(kind, monkeypatch):
+    """test_law's test through the compiled round.  Kills: q of the small model over its own vocabulary's order."""
+    monkeypatch.setattr(model, "CHUNK", 4)
+    state = State(KVCache(law.TARGET.config, law.ROWS, law.S), law.ROWS, law.S)
+    net = small(target=law.TARGET, R=6) if kind == "small" else random_drafter(Medusa, law.TARGET, 8, heads=2)
+    monkeypatch.setattr("draft_medusa.RANKS", 8)
+    net.rates = [[0.5 ** r for r in range(1, 9)]] * 2 if kind != "small" else None
+    sampler = law.Sampler(trained_drafter(net, law.TARGET, state, 2, 4 if kind == "tree" else None))
+    step = compile_round()
+    for s in ({"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}):
+        assert law.p_value(sampler.texts(step, s, seed=3), law.enumerate_law(s)) > 1e-4
+
+
+def test_best_tree_is_the_best():
+    """Against all trees of that many nodes.  Kills: a child's chance not its path's; children offered before their node."""
+    rates = [[0.5, 0.25, 0.1], [0.6, 0.2, 0.1], [0.9, 0.05, 0.01]]
+    paths = {path: math.prod(rates[i][r] for i, r in enumerate(path)) for K in (1, 2, 3)
+             for path in itertools.product(range(3), repeat=K)}
+    for N in range(1, 9):
+        parents, ranks = best_tree(rates, 3, N)
+        mine = [()]
+        for parent, rank in zip(parents, ranks):
+            mine.append(mine[parent] + (rank,))
+        assert len(set(mine)) == N + 1
+        assert sum(paths[p] for p in mine[1:]) == pytest.approx(sum(sorted(paths.values())[-N:]))
+
+
+# ---- training
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("train")
+    hf_folder(root / "hf")
+    cw.convert(str(root / "hf"), root / "target")
+    (root / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    for name, value in (("BATCH", 5), ("NEW", 12), ("LONGEST", 40), ("HELD_OUT", 4), ("compile_round", lambda: speculate)):
+        monkeypatch.setattr(train_data, name, value)
+
+
+def run(folder, kind, out, *argv):
+    return train.main([kind, "--target", str(folder / "target"), "--prompts", str(folder / "prompts.txt"), "--vocab", "100",
+                       "--depth", "2", "--heads", "2", "--layers", "1", "--ffn-dim", "40", "--taps", "0", "1",
+                       "--out", str(out), *map(str, argv)])
+
+
+def test_texts_are_the_targets_own(folder, tmp_path, capsys):
+    """What a shard holds is what generate writes, its features what the target computes; a missing shard is written again,
+    the same.  Kills: features one position off; the last batch's filler kept; seeds that depend on the batch."""
+    opened = open_checkpoint(folder / "target")
+    target = opened.load()
+
+    def write():
+        train_data.write_texts(target, opened.tokens, None, PROMPTS, (0, 1), tmp_path, lambda: False, lambda text: None)
+        return train_data.read_texts(tmp_path, (0, 1))
+
+    texts = write()
+    assert len(texts) == 3 * len(PROMPTS) and {t.temperature for t in texts} == {0.0, 1.0}
+    for t in texts:
+        ids = opened.tokens.prompt(t.prompt)
+        assert t.tokens[:t.start].tolist() == ids and t.start == len(ids)
+        assert len(t.tokens) == len(ids) + 12 or t.tokens[-1] in opened.tokens.eos
+        with torch.no_grad():
+            T = len(t.tokens)
+            hidden, tapped = target(t.tokens[None], torch.zeros(1, dtype=torch.int64), KVCache(target.config, 1, T), T, taps=(0, 1))
+        torch.testing.assert_close(t.features[:-1].float(), tapped[0, :-1], rtol=0.01, atol=0.02)
+        if t.temperature == 0:
+            assert target.head(hidden)[0, t.start - 1:-1].argmax(-1).tolist() == t.tokens[t.start:].tolist()
+    (tmp_path / "0002.safetensors").unlink()
+    assert [t.tokens.tolist() for t in write()] == [t.tokens.tolist() for t in texts]
+    with pytest.raises(ValueError, match=r"layers \[0, 1\], not \[1\]"):
+        train_data.read_texts(tmp_path, (1,))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft"])
+def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monkeypatch):
+    """Kills: parameters of the target trained too; --resume beginning anew; rates not saved; weights saved that are borrowed."""
+    before = {n: p.clone() for n, p in open_checkpoint(folder / "target").load().named_parameters()}
+    losses, real = [], train.loss_of
+    monkeypatch.setattr(train, "loss_of", lambda *a: losses.append(real(*a)) or losses[-1])
+    assert run(folder, kind, tmp_path / "out", "--steps", 60) == 0
+    first = len(losses)
+    assert first == 60
+    assert sum(x.item() for x in losses[-5:]) < 0.9 * sum(x.item() for x in losses[:5])
+    about = json.loads((tmp_path / "out/config.json").read_text())
+    assert about["kind"] == kind and about["steps"] == first and len(about["acceptance"]["0.0"]) == 2
+    assert run(folder, kind, tmp_path / "out", "--steps", 70, "--resume") == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["steps"] == len(losses) == 70
+    assert losses[first].item() < 0.9 * losses[0].item()
+    target = open_checkpoint(folder / "target").load()
+    assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
+    net = load_trained(tmp_path / "out", target)
+    assert net.trained_for == fingerprint(target) and len(net.vocab) == 100
+    saved = torch.load(tmp_path / "out/training.pt", weights_only=True)["model"]
+    assert saved.keys() == own_weights(net).keys()
+    for name, p in own_weights(net).items():
+        torch.testing.assert_close(p, saved[name], rtol=0.01, atol=0.01)
+    if kind == "medusa":
+        assert len(net.rates[0]) == RANKS and 0 < sum(net.rates[0]) <= 1
+    # and the command line takes it
+    assert cli.main(["--target", str(folder / "target"), "--draft", str(tmp_path / "out"), "-k", "2", "--no-compile", "--raw",
+                     "--prompt", "the them", "--max-new-tokens", "10", "--json"]) == 0
+    assert cli.main(["--target", str(folder / "target"), "--draft", "none", "--no-compile", "--raw",
+                     "--prompt", "the them", "--max-new-tokens", "10", "--json"]) == 0
+    ours, plain = (json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines())
+    assert ours == plain
+
+
+REFUSED = {
+    "no prompts": (lambda d: (d / "prompts.txt").write_text(""), [], "is empty"),
+    "nothing to resume": (lambda d: None, ["--resume"], "training.pt"),
+    "few prompts": (lambda d: (d / "prompts.txt").write_text("o\n"), [], "held out"),
+    "taps": (lambda d: None, ["--taps", "0"], "last layer"),
+    "layer": (lambda d: None, ["--taps", "7", "1"], "7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_one_line(folder, tmp_path, capsys, name):
+    spoil, argv, says = REFUSED[name]
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    spoil(tmp_path)
+    code = run(folder, "eagle", tmp_path / "out", "--steps", 1, "--prompts", tmp_path / "prompts.txt",
+               "--texts", tmp_path / "texts", *argv)
+    err = capsys.readouterr().err.splitlines()
+    assert code == 2 and says in err[-1] and err[-1].startswith("train.py: ")
+
+
+DAMAGE = {
+    "unknown kind": (lambda d, a: a.update(kind="hydra"), "hydra"),
+    "no shape": (lambda d, a: a.pop("shape"), "shape"),
+    "no weights": (lambda d, a: (d / "model.safetensors").unlink(), "no drafter for a target of 2 layers"),
+    "other layers": (lambda d, a: a["shape"].update(taps=[0, 1, 5]), "no drafter for a target of 2 layers"),
+    "cut": (lambda d, a: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:100]), "no drafter for"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_drafters_are_one_line(folder, tmp_path, capsys, name):
+    spoil, says = DAMAGE[name]
+    target = open_checkpoint(folder / "target").load()
+    net = random_drafter(Eagle, target, 50, taps=(0, 1))
+    about = {"kind": "eagle", "shape": {"taps": [0, 1]}, "fingerprint": fingerprint(target)}
+    train.save(net, tmp_path, about, {})
+    load_trained(tmp_path, target)
+    spoil(tmp_path, about)
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    code = cli.main(["--target", str(folder / "target"), "--draft", str(tmp_path), "--no-compile", "--raw", "--prompt", "a",
+                     "--max-new-tokens", "4"])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1) and says in err
