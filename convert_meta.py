@@ -102,7 +102,7 @@ def meta_rope(params: dict, dim: int, rows: int) -> tuple[int, float, dict | Non
 
 def plain_context(params: dict, dim: int, rows: int, theta: float) -> tuple[int, str]:
     """-> (context, whose it is).  Llama 1 and 2 have the same fields.  Only Llama 2 has n_kv_heads or a multiplier
-    (70B); a norm_eps of 1e-5 is Llama 2's, except in Llama 1 65B (dim 8192).  An early download of Llama 2 7B chat says 1e-6
+    (70B); a norm_eps of 1e-5 is Llama 2's, except in Llama 1 65B (dim 8192).  An early Llama 2 7B chat says 1e-6
     (github.com/meta-llama/llama issue 771) and gets half its context: too short is safe, too long is gibberish."""
     if rows == LLAMA3_ROWS or theta == 500_000:
         return 8192, "Llama 3"

@@ -116,7 +116,7 @@ REFUSED = {             # config.json says this, the message must name that
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "window": ({"model_type": "mistral", "sliding_window": 64}, "sliding_window 64"),
-    "no such switch": ({"model_type": "mistral", "sliding_window": 64, "use_sliding_window": False}, "sliding_window 64"),
+    "no such switch": ({"model_type": "mistral", "sliding_window": 64, "use_sliding_window": False}, "window 64"),
     "qwen window": ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
     "layer types": ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, "'chunked'"),
     "heads": ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),

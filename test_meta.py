@@ -137,9 +137,9 @@ def test_what_params_json_leaves_open(capsys, name):
 @pytest.mark.parametrize("dim, multiple_of, multiplier, want", [    # intermediate_size of their config.json
     (4096, 256, None, 11_008), (5120, 256, None, 13_824), (8192, 4096, 1.3, 28_672), (4096, 1024, 1.3, 14_336),
     (2048, 256, 1.5, 8192), (3072, 256, 1.0, 8192), (16_384, 4096, 1.2, 53_248),
-    (32, 1, 1.3, 110)])
+    (32, 1, 1.5, 127)])
 def test_width_of_the_feed_forward(dim, multiple_of, multiplier, want):
-    """The last is 1.3 * 85.  Kills: rounded down; the multiplier applied before 2/3 is cut to a whole number."""
+    """The last is 1.5 * 85.  Kills: rounded down; the multiplier applied before 2/3 is cut to a whole number."""
     assert cm.ffn_width({"dim": dim, "multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}) == want
 
 
