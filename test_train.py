@@ -137,7 +137,7 @@ def small_shards(monkeypatch):
 def run(folder, kind, out, *argv):
     return train.main([kind, "--target", str(folder / "target"), "--prompts", str(folder / "prompts.txt"), "--vocab", "100",
                        "--depth", "2", "--heads", "2", "--layers", "1", "--ffn-dim", "40", "--taps", "0", "1",
-                       "--out", str(out), *map(str, argv)])
+                       "--lr", "0.01", "--out", str(out), *map(str, argv)])
 
 
 def test_texts_are_the_targets_own(folder, tmp_path, capsys):
