@@ -94,6 +94,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
     add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
     add("-k", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K", help="guesses a round to measure (default 1 2 4 8)")
+    add("--verify", choices=("token", "block"), nargs="+", default=["token"],
+        help="how the draft model's guesses are judged (default token); both: in turns, on the same prompts")
     mode("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B", help="batch sizes of --curve (default 1 2 4 8)")
     add("--most", type=int, default=16, metavar="N", help="tokens up to which --curve goes (default 16)")
@@ -118,6 +120,9 @@ def options(argv=None) -> argparse.Namespace:
         raise ValueError("--agreement and --draft-shape need --shape: real weights agree as they do")
     if args.shape and args.draft:
         raise ValueError("--draft is a folder and --shape random weights: name the draft by --draft-shape")
+    if args.verify != ["token"] and (args.curve or args.peers or args.gpu_check or not (args.draft or args.shape)):
+        raise ValueError("--verify judges a draft model's guesses: give --draft or --shape, and no --curve, --peers or "
+                         "--gpu-check")
     if args.plot and (args.peers or args.gpu_check):
         raise ValueError("--plot draws speed-up against K, or --curve: leave it out here")
     for file in (args.json, args.plot):
@@ -139,6 +144,8 @@ def options(argv=None) -> argparse.Namespace:
         raise ValueError(f"--peers is greedy: leave out --temperature {args.temperature}")
     args.temperature = 0.0 if args.peers else args.temperature
     args.temperature = float(bool(args.shape)) if args.temperature is None else args.temperature
+    if "block" in args.verify and not args.temperature:
+        raise ValueError("--verify block and token are one thing at temperature 0: give --temperature")
     args.dtype = getattr(torch, args.dtype or ("float32" if args.device.type == "cpu" else "bfloat16"))
     return args
 
@@ -169,7 +176,8 @@ def load(options):
 
 
 def plan(options, draft) -> list[tuple[str, int]]:
-    model = [("draft", K) for K in options.k] if draft is not None else [("self", K) for K in (4,)]
+    names = ["draft" if verify == "token" else "draft, block" for verify in dict.fromkeys(options.verify)]
+    model = [(name, K) for name in names for K in options.k] if draft is not None else [("self", K) for K in (4,)]
     return [("none", 0)] + [("ngram", K) for K in options.k] + model
 
 

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from drafts import ModelDraft, NgramDraft, NoDraft
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
 from model import KVCache
 from sample import Sampling
-from speculate import Draft, State, accept_matched, accept_sampled, commit, verify
+from speculate import Draft, State, accept_block, accept_matched, accept_sampled, commit, verify
 
 PARTS = "draft", "verify", "accept"
 
@@ -69,7 +70,8 @@ class Setup:
 
 
 def drafter_for(name: str, K: int, target, draft, state):
-    """none, ngram, or a model: `draft`, or the target itself (self), which is always right and never worth it."""
+    """none, ngram, or a model: `draft` (also "draft, block": judged together), or the target itself (self), which is always
+    right and never worth it."""
     if name == "none":
         return NoDraft()
     if name == "ngram":
@@ -81,14 +83,14 @@ def drafter_for(name: str, K: int, target, draft, state):
 
 
 @torch.no_grad()
-def parts(target, drafter, state, sampling) -> dict:
+def parts(target, drafter, state, sampling, block: bool = False) -> dict:
     """The round's three parts, each compiled by itself, as functions to time: propose, verify, accept and commit."""
     state.span = slots(64)
 
     def accept(draft, p):
         chosen = draft.q is None
         n, out = (accept_matched(draft.tokens, None, p, sampling.seed, state.pos)[:2] if chosen else
-                  accept_sampled(draft.tokens, draft.q, p, sampling.seed, state.pos))
+                  (accept_block if block else accept_sampled)(draft.tokens, draft.q, p, sampling.seed, state.pos))
         return commit(state, out, n)
 
     propose, check, keep = compiled(drafter.propose), compiled(verify), compiled(accept)
@@ -124,15 +126,16 @@ def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> li
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: prompt and text do not fit a context of "
                          f"{target.config.context}")
     step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
+    steps = {name: partial(step, block=True) if name.endswith(", block") else step for name, _ in plan}
     for name, K in plan:
         state = make_state(target, 1, length, K, eos)
         drafter = drafter_for(name, K, target, draft, state)
         start = time.perf_counter()
         span = slots(shortest)
         while span <= slots(length + 3 * (K + 1)):              # every graph that the texts grow through
-            warm_up(step, target, drafter, state, sampling, span - 2 * (K + 1))
+            warm_up(steps[name], target, drafter, state, sampling, span - 2 * (K + 1))
             span *= 2
-        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling))
+        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling, steps[name] is not step))
         seconds = time.perf_counter() - start
         print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)
     torch.compiler.set_stance("fail_on_recompile")
@@ -141,7 +144,7 @@ def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> li
     runs = {(*key, kind): [] for kind in prompts for key in setups}
     for _ in range(options.turns):
         for (*key, kind), turns in runs.items():
-            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, step)
+            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, steps[key[0]])
                        for ids in prompts[kind]]
             turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of all prompts
     torch.compiler.set_stance("default")

@@ -3,6 +3,7 @@
 The joint law of several rounds, where noise used twice would show, is test_law.py's.
 """
 import itertools
+import json
 import types
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench
 import speculate as engine
 from conftest import decode, greedy_alone, prompts_for
 from speculate import accept_block, speculate
+from test_bench import eager            # noqa: F401    fixtures: whole commands on tiny models, nothing compiled
+from test_generate import models, rows, run             # noqa: F401
 
 V = 3
 
@@ -35,7 +39,8 @@ def chains(K: int, seed: int, sharp=1.0, zeros=()):
 def with_noise(monkeypatch, accept, x, q, p, u, valid=None):
     """accept under chosen uniforms u (B, K), the verdict on guess i at position i -> n (B,), weights of the draw (B, V)."""
     module, seen = accept.__globals__, []
-    monkeypatch.setitem(module, "uniform", lambda seed, role, pos: u.gather(1, (pos - 1).clamp_min(0).expand(len(u), -1)))
+    at = lambda pos: (pos - 1).clamp_min(0).expand(len(u), -1)
+    monkeypatch.setitem(module, "uniform", lambda seed, role, pos: u.gather(1, at(pos)))
     monkeypatch.setitem(module, "draw", lambda weights, race: (seen.append(weights), weights.argmax(-1))[1])
     zero = torch.zeros(len(x), dtype=torch.int64)
     n, _ = accept(x, q, p, zero, zero, valid)
@@ -95,7 +100,8 @@ def distance(monkeypatch, accept, laws) -> float:
     return (joint(x, q, p, stops(h), rest) - target_law(p, x.shape[1])).abs().max().item()
 
 
-CASES = [dict(seed=0), dict(seed=1, sharp=3.0), dict(seed=2, zeros="p"), dict(seed=3, zeros="q"), dict(seed=4, zeros="pq", sharp=2.0)]
+CASES = [dict(seed=0), dict(seed=1, sharp=3.0), dict(seed=2, zeros="p"), dict(seed=3, zeros="q"),
+         dict(seed=4, zeros="pq", sharp=2.0)]
 
 
 @pytest.mark.parametrize("K", [1, 2, 3])
@@ -184,10 +190,47 @@ def test_every_round_has_noise_of_its_own():
         observe = start
 
     seeds = [0, 1, 2, 2 ** 40 - 1, 2 ** 62 - 1]
-    decode(None, 2, prompts_for(5), 20, step=partial(speculate, block=True), drafter=Spy(), temperature=1.0, top_k=5, seed=seeds)
+    step = partial(speculate, block=True)
+    decode(None, 2, prompts_for(5), 20, step=step, drafter=Spy(), temperature=1.0, top_k=5, seed=seeds)
     used = seeds + [seed for round in seen for seed in round if seed is not None]
     assert len(used) > 40 and len(set(used)) == len(used) and all(0 <= seed < 2 ** 62 for seed in used)
 
+
+# ---- the commands
+
+def test_generate_judges_as_asked(rows):                # noqa: F811
+    """Killed: --verify that is parsed and never reaches the round; the statistics' "verify" as a constant."""
+    ask = ["--raw", "--prompt", "abc", "--max-new-tokens", "20", "-k", "3", "--draft", "{m}/near"]
+    told = {(v, t): rows(*ask, "--verify", v, "--temperature", t) for v in ("token", "block") for t in ("0", "1")}
+    texts = {key: [row["tokens"] for row in told[key]] for key in told}
+    assert texts["token", "0"] == texts["block", "0"] and texts["token", "1"] != texts["block", "1"]
+    assert all(row["stats"]["verify"] == verify for (verify, _), batch in told.items() for row in batch)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none"])
+def test_generate_refuses_it_where_nothing_is_drawn(draft, run):        # noqa: F811
+    code, out, err = run("--raw", "--prompt", "abc", "--draft", draft, "--verify", "block")
+    assert code == 2 and not out and err.count("\n") == 1 and f"of --draft {draft} are chosen: leave --verify out" in err
+
+
+def test_bench_measures_both(eager, tmp_path):                          # noqa: F811
+    """Killed: the block's rows measured token by token."""
+    ask = ["-k", "3", "--agreement", "0.5", "--verify", "token", "block", "--json", str(tmp_path / "rows.json")]
+    assert bench.main([*eager, *ask]) == 0
+    rows = {r["draft"]: r for r in json.loads((tmp_path / "rows.json").read_text())}
+    assert list(rows) == ["none", "ngram", "draft", "draft, block"]
+    assert 1 < rows["draft, block"]["tokens_per_round"] != rows["draft"]["tokens_per_round"] > 1     # too few to rank them
+
+
+@pytest.mark.parametrize("argv, message", [([], "give --draft or --shape"), (["--shape", "tiny", "--curve"], "no --curve"),
+                                           (["--shape", "tiny", "--temperature", "0"], "give --temperature")])
+def test_bench_refuses_what_it_would_ignore(argv, message, capsys):
+    assert bench.main([*argv, "--verify", "block", "--threads", "1"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+# ---- planted bugs
 
 MUTANTS = {
     "residual without the block's weight": ("(w[..., None] * p - q)", "(p - q)"),
