@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from bench_measure import Setup, decode
-from convert_gguf import GGUF
-from convert_hf import HF
+from convert.from_gguf import GGUF
+from convert.from_hf import HF
 from drafts import NoDraft
 from generate import compile_round, make_state, warm_up
 from sample import Sampling

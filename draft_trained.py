@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from convert_source import read_json
+from convert.source import read_json
 from draft_eagle import Eagle, EagleDraft, EagleTree
 from draft_medusa import Medusa, MedusaDraft
 from draft_small import Small

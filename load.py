@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tokenizer as tokenizers
-from convert_gguf import read_gguf
-from convert_hf import read_hf
-from convert_meta import read_meta
-from convert_source import Stored, read_json
-from convert_tokenizer import check_tokenizer
+from convert.from_gguf import read_gguf
+from convert.from_hf import read_hf
+from convert.from_meta import read_meta
+from convert.hf_tokenizer import check_tokenizer
+from convert.source import Stored, read_json
 from model import Config, Transformer, build, default_dtype, load_model, read_config
 
 
@@ -55,7 +55,8 @@ def convertible(path: Path) -> bool:
 
 
 def is_meta(path: Path) -> bool:
-    return not (path / "config.json").exists() and ((path / "params.json").exists() or any(path.glob("consolidated.*.pth")))
+    theirs = (path / "params.json").exists() or any(path.glob("consolidated.*.pth"))
+    return theirs and not (path / "config.json").exists()       # a Hugging Face folder may keep Meta's files beside its own
 
 
 def read_source(path: Path, new: Path, with_tokenizer: bool) -> tuple[dict, dict[str, Stored]]:

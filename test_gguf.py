@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Reference
 from tokenizers import models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import convert_tokenizer as ct
+from convert import hf_tokenizer as ct
 import convert_weights as cw
-import gguf_file
+from convert import gguf_file
 import tokenizer
 from checkpoints import NASTY, SPLITS, checkpoint, edit, logits, one_thread  # noqa: F401 (autouse)
 from conftest import decode

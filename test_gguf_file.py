@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import convert_gguf
+from convert import from_gguf
 import convert_weights as cw
-import gguf_file
+from convert import gguf_file
 from checkpoints import checkpoint, logits, one_thread  # noqa: F401 (autouse)
 from test_gguf import KIND, pack, refused, write_gguf
 
@@ -117,6 +117,6 @@ def test_weights_are_not_read_before_they_are_written(tmp_path, monkeypatch):
     """Kills: tensors loaded while the config is read."""
     write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", vocab_size=260))
     monkeypatch.setattr(gguf_file, "load", lambda t: 1 / 0)
-    _, stored = convert_gguf.read_gguf(tmp_path / "m.gguf", tmp_path, True)
+    _, stored = from_gguf.read_gguf(tmp_path / "m.gguf", tmp_path, True)
     with pytest.raises(ZeroDivisionError):
         stored["norm.weight"].read()

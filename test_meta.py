@@ -1,4 +1,4 @@
-"""convert_meta.py: Meta's own folders, made here out of transformers models.  CPU, no torch.compile.
+"""convert/from_meta.py: Meta's own folders, made here out of transformers models.  CPU, no torch.compile.
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
@@ -11,7 +11,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file
 
-import convert_meta as cm
+from convert import from_meta as cm
 import convert_weights as cw
 import tokenizer
 from checkpoints import (NASTY, SPLITS, check_same, checkpoint, convert, damage, edit, one_thread,

@@ -9,12 +9,12 @@ import pytest
 import sentencepiece
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-import convert_gguf_tokenizer as cgt
+from convert import gguf_tokenizer as cgt
 import convert_weights as cw
 import tokenizer
 from checkpoints import BYTES, NASTY, SPLITS, checkpoint, one_thread, reference_tokenizer  # noqa: F401 (autouse)
-from convert_sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_model
-from convert_tokenizer import byte_alphabet
+from convert.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_model
+from convert.hf_tokenizer import byte_alphabet
 from test_gguf import GGML, refused, write_gguf
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<think>"

@@ -1,4 +1,4 @@
-"""convert_tokenizer.py and tokenizer.py against tokenizers and sentencepiece; test_chat.py has the chats.
+"""convert/hf_tokenizer.py and tokenizer.py against tokenizers and sentencepiece; test_chat.py has the chats.
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
