@@ -104,8 +104,8 @@ def accept_sampled(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tens
 def accept_block(tokens: Tensor, q: Tensor, p: Tensor, seed: Tensor, pos: Tensor, valid: Tensor | None = None):
     """Block verification of a chain drawn from q (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judges the guesses
     together, keeps at least as many as accept_sampled on average, the same law.  Shapes as there.  A guess may be kept
-    although it fell short of its own test, because a later one had mass to spare.  So all noise of the round decides n,
-    also that of the guesses refused: `seed` and the seed of the draft must not be used again at these positions."""
+    that fell short on its own, because a later one makes up for it.  So all noise of the round decides n, also that of
+    the guesses refused: neither `seed` nor the draft's may be used again at these positions."""
     K = tokens.shape[1]
     valid = torch.full_like(pos, K) if valid is None else valid
     step = torch.arange(K + 1, device=tokens.device)

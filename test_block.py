@@ -140,6 +140,15 @@ def test_it_keeps_at_least_as_many(K, monkeypatch):
         assert abs(block - best) < 1e-6
 
 
+def test_the_papers_example(monkeypatch):
+    """Section 1 of Sun et al.: q = (2/3, 1/3), p = (1/3, 2/3), two guesses: 11/9 are kept, token by token 10/9."""
+    x = torch.tensor(list(itertools.product(range(V), repeat=2)))
+    q, p = torch.tensor([2., 1, 0]).expand(9, 2, V) / 3, torch.tensor([1., 2, 0]).expand(9, 3, V) / 3
+    n_law = stops(verdicts(monkeypatch, accept_block, x, q, p)[0])
+    kept = (q.gather(2, x[..., None]).squeeze(2).prod(1, keepdim=True) * n_law * torch.arange(3)).sum()
+    assert kept.item() == pytest.approx(11 / 9, abs=1e-6)
+
+
 @pytest.mark.parametrize("K", [2, 3])
 def test_rows_that_guess_fewer(K, monkeypatch):
     """A row whose first m guesses count is judged as a chain of m, whatever stands behind, a q of 0 included.
