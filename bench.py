@@ -11,6 +11,9 @@ import bench_peers
 import tokenizer as tokenizers
 from bench_measure import curve, measure
 from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
+from draft_eagle import Eagle
+from draft_medusa import Medusa
+from draft_trained import load_trained, trained_kind
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
 
@@ -89,7 +92,8 @@ def options(argv=None) -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--target", default=DEFAULT_TARGET, metavar="DIR")
-    add("--draft", metavar="DIR", help="also measure this draft model")
+    add("--draft", nargs="+", default=[], metavar="DIR", help="also measure these: draft models, or what train.py made")
+    add("--tree", type=int, nargs="+", default=[], metavar="N", help="also measure trees of N nodes, of trained drafters")
     add("--shape", choices=DRAFT_OF, metavar="NAME", help=f"random weights of real geometry: {', '.join(DRAFT_OF)}")
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
     add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
@@ -157,35 +161,44 @@ def load(options):
         ids = torch.randint(0, SHAPES[options.shape]["vocab_size"], (2, 64), generator=g).tolist()
         if options.curve or options.peers:
             target = random_model(options.shape, 11, options.device, options.dtype)
-            return target, None, {"random": ids}, (), f"synthetic weights, {options.shape}"
+            return target, {}, {"random": ids}, (), f"synthetic weights, {options.shape}"
         pair = Pair(options.shape, name, options.device, options.dtype)
         agreement = 0.8 if options.agreement is None else options.agreement
         measured = pair.agree(agreement, temperature=options.temperature)
-        return pair.target, pair.draft, {"random": ids}, (), (
+        return pair.target, {"draft": pair.draft}, {"random": ids}, (), (
             f"synthetic weights, {options.shape} with draft {name}, agreement {measured:.2f}")
-    opened, draft = open_checkpoint(options.target), None
-    if options.draft:
-        other = open_checkpoint(options.draft)
-        if difference := tokenizers.compare(opened.tokens, other.tokens):
-            raise ValueError(f"--draft {options.draft} does not share the target's tokenizer: {difference}")
-        draft = other.load(options.device, options.dtype)
+    opened = open_checkpoint(options.target)
     target, tokens, template = opened.load(options.device, options.dtype), opened.tokens, opened.template
+    drafts = {Path(folder).name: load_draft(options, folder, target, tokens) for folder in options.draft}
     prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
                for kind, texts in PROMPTS.items()}
-    return target, draft, prompts, tokens.eos, f"{Path(options.target).name}"
+    return target, drafts, prompts, tokens.eos, f"{Path(options.target).name}"
 
 
-def plan(options, draft) -> list[tuple[str, int]]:
-    names = ["draft" if verify == "token" else "draft, block" for verify in dict.fromkeys(options.verify)]
-    model = [(name, K) for name in names for K in options.k] if draft is not None else [("self", K) for K in (4,)]
-    return [("none", 0)] + [("ngram", K) for K in options.k] + model
+def load_draft(options, folder: str, target, tokens):
+    if trained_kind(Path(folder)):
+        return load_trained(Path(folder), target)
+    other = open_checkpoint(folder)
+    if difference := tokenizers.compare(tokens, other.tokens):
+        raise ValueError(f"--draft {folder} does not share the target's tokenizer: {difference}")
+    return other.load(options.device, options.dtype)
+
+
+def plan(options, drafts: dict) -> list[tuple[str, int]]:
+    """What is measured, as drafter_for reads it: (name, K)."""
+    judged = ["" if verify == "token" else ", block" for verify in dict.fromkeys(options.verify)]
+    chains = [(name + how, K) for name, model in drafts.items() for how in judged for K in options.k
+              if K <= getattr(model, "heads", K)]
+    trees = [(f"{name}, tree {N}", K) for name, model in drafts.items() if type(model) in (Eagle, Medusa) for N in options.tree
+             for K in options.k if 1 < K <= min(N, getattr(model, "heads", N))]
+    return [("none", 0)] + [("ngram", K) for K in options.k] + (chains + trees or [("self", 4)])
 
 
 def run(options) -> int:
     torch.set_num_threads(options.threads)
     if options.gpu_check:
         return bench_gpu.check(options)
-    target, draft, prompts, eos, weights = load(options)
+    target, drafts, prompts, eos, weights = load(options)
     device = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else str(options.device)
     about = {"weights": weights, "torch": torch.__version__, "device": device, "dtype": str(options.dtype)[6:],
              "temperature": options.temperature, "threads": options.threads}
@@ -196,7 +209,7 @@ def run(options) -> int:
     elif options.peers:
         peers = bench_peers.measure(target, prompts, options)
     else:
-        rows = measure(target, draft, prompts, eos, options, plan(options, draft))
+        rows = measure(target, drafts, prompts, eos, options, plan(options, drafts))
     print(", ".join(f"{key} {value}" for key, value in about.items()) + "\n")
     if rows:
         show(rows if options.all else best(rows), TABLE)

@@ -105,7 +105,7 @@ class Check:
 def ready(step, target, draft, name, K, sampling, length) -> Setup:
     """A drafter with its round compiled and warm; `parts` holds what compiling told."""
     state, start = make_state(target, len(sampling.seed), length, K), time.monotonic()
-    drafter, skips = drafter_for(name, K, target, draft, state), counters["inductor"]["cudagraph_skips"]
+    drafter, skips = drafter_for(name, K, target, {"draft": draft}, state), counters["inductor"]["cudagraph_skips"]
     warm_up(step, target, drafter, state, sampling, length)
     return Setup(drafter, state, {"compile_s": time.monotonic() - start,
                                   "cudagraph_skips": counters["inductor"]["cudagraph_skips"] - skips})
@@ -150,7 +150,7 @@ def joint_law(c: Check, name: str, K: int, truncated: bool):
     target, draft = (copy.deepcopy(model).to(c.device) for model in (law.TARGET, law.DRAFT))
     state = State(KVCache(target.config, B, 80, c.device), B, 80, device=c.device)
     sampling = Sampling(B, device=c.device)
-    drafter = drafter_for(name, K, target, draft, state)
+    drafter = drafter_for(name, K, target, {"draft": draft}, state)
     for i in (1, 7, 10) if truncated else (0, 4, 8):
         sampling.set(seed=100_000 * i, **law.SETTINGS[i])
         state.pos.fill_(-1)

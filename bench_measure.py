@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from draft_trained import KINDS, trained_drafter
 from drafts import ModelDraft, NgramDraft, NoDraft
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
 from model import KVCache
@@ -69,35 +70,53 @@ class Setup:
     parts: dict
 
 
-def drafter_for(name: str, K: int, target, draft, state):
-    """none, ngram, or a model: `draft` (also "draft, block": judged together), or the target itself (self), which is always
-    right and never worth it."""
+def drafter_for(name: str, K: int, target, drafts: dict, state):
+    """none, ngram, self (the target, which is always right and never worth it), or one of `drafts`, {name: model}; behind a
+    comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep)."""
     if name == "none":
         return NoDraft()
     if name == "ngram":
         return NgramDraft(K)
-    model = target if name == "self" else draft
+    label, _, how = name.partition(", ")
+    model = target if label == "self" else drafts[label]
+    if type(model) in KINDS.values():
+        return trained_drafter(model, target, state, K, nodes_of(name))
     weight = model.embed.weight
     cache = KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype)
     return ModelDraft(model, cache, K, target.config.tokens)
 
 
+def nodes_of(name: str) -> int | None:
+    return int(name.partition(", tree ")[2] or 0) or None
+
+
 @torch.no_grad()
 def parts(target, drafter, state, sampling, block: bool = False) -> dict:
-    """The round's three parts, each compiled by itself, as functions to time: propose, verify, accept and commit."""
+    """The round's three parts, each compiled by itself, as functions to time: propose and observe; verify; accept and
+    commit, a tree's path moved too."""
     state.span = slots(64)
 
+    def drafting(hidden):
+        draft = drafter.propose(state, sampling)
+        drafter.observe(state, out, n, hidden, p)
+        return draft
+
     def accept(draft, p):
-        chosen = draft.q is None
-        n, out = (accept_matched(draft.tokens, None, p, sampling.seed, state.pos)[:2] if chosen else
-                  (accept_block if block else accept_sampled)(draft.tokens, draft.q, p, sampling.seed, state.pos))
+        if draft.q is not None:
+            n, out = (accept_block if block else accept_sampled)(draft.tokens, draft.q, p, sampling.seed, state.pos)
+            return commit(state, out, n)
+        n, out, path = accept_matched(draft.tokens, draft.tree, p, sampling.seed, state.pos)
+        if draft.tree is not None:
+            state.cache.compact(state.pos, path)
         return commit(state, out, n)
 
-    propose, check, keep = compiled(drafter.propose), compiled(verify), compiled(accept)
+    propose, check, keep = compiled(drafting), compiled(verify), compiled(accept)
     state.pos.fill_(40)                                         # no row is live: commit writes, and nothing moves
     draft = drafter.propose(state, sampling)
-    p, _ = verify(target, state, draft, sampling)
-    functions = {"draft": lambda: propose(state, sampling), "verify": lambda: check(target, state, draft, sampling),
+    p, hidden = verify(target, state, draft, sampling, drafter.taps)
+    K = draft.tree.K if draft.tree is not None else draft.tokens.shape[1]
+    out, n, hidden = state.tokens[:, :K + 1].clone(), state.pos * 0, hidden[:, :K + 1].clone()
+    functions = {"draft": lambda: propose(hidden), "verify": lambda: check(target, state, draft, sampling, drafter.taps),
                  "accept": lambda: keep(draft, p)}
     for function in functions.values():
         for _ in range(3):                                      # a GPU also records its CUDA graph
@@ -118,7 +137,7 @@ def decode(target, setup: Setup, sampling, ids, max_new, step) -> tuple[float, i
 
 
 @torch.no_grad()
-def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
+def measure(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
     """One row for each (drafter, K) of the plan and kind of prompt: prompts is {kind: [ids]}."""
     sizes = [len(ids) for kind in prompts.values() for ids in kind]
     shortest, length = min(sizes), max(sizes) + options.max_new_tokens
@@ -128,8 +147,8 @@ def measure(target, draft, prompts: dict, eos, options, plan: list[tuple]) -> li
     step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
     steps = {name: partial(step, block=True) if name.endswith(", block") else step for name, _ in plan}
     for name, K in plan:
-        state = make_state(target, 1, length, K, eos)
-        drafter = drafter_for(name, K, target, draft, state)
+        state = make_state(target, 1, length, nodes_of(name) or K, eos)
+        drafter = drafter_for(name, K, target, drafts, state)
         start = time.perf_counter()
         span = slots(shortest)
         while span <= slots(length + 3 * (K + 1)):              # every graph that the texts grow through
