@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 import tokenizer as tokenizers
-from draft_trained import load_trained, trained_drafter, trained_kind
+from convert.source import read_json
+from draft_trained import best_shipped, load_trained, trained_drafter, trained_kind
 from drafts import ModelDraft, NgramDraft, NoDraft
 from load import open_checkpoint
 from model import CHUNK, KVCache
@@ -22,7 +23,8 @@ from output import Row, report
 from sample import Sampling, probs
 from speculate import State, accept_matched, commit, speculate
 
-DEFAULT_TARGET = Path(__file__).parent / "models" / "smollm2-135m"
+MODELS = Path(__file__).parent / "models"
+DEFAULT_TARGET = MODELS / "smollm2-135m"
 
 
 # ---- the engine's loop ----------------------------------------------------------------------------------------------
@@ -152,8 +154,9 @@ def options(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", metavar="DIR", default=DEFAULT_TARGET,
         help="folder made by convert_weights.py, or a checkpoint it could convert (default: %(default)s)")
-    add("--draft", metavar="none|ngram|DIR", default="ngram",
-        help="who guesses: nobody, prompt lookup (default), or a smaller model")
+    add("--draft", metavar="auto|none|ngram|DIR", default="auto",
+        help="who guesses: the best trained drafter in models/ for this target, else ngram (auto, default); nobody; prompt "
+             "lookup; a smaller model, or what train.py made")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
     add("--tree", type=int, metavar="N",
         help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
@@ -189,8 +192,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(message)
     need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
-    args.k = 0 if args.draft == "none" else args.k or 4
-    need(args.tree is None or args.k <= args.tree <= 64, f"--tree {args.tree} must be in {args.k} (-k) .. 64")
+    need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
     Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
@@ -217,19 +219,31 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def pick_drafter(args, target) -> None:
+    """Settle --draft auto and -k: a trained drafter says in its config.json which K it was measured best with."""
+    if args.draft == "auto" and (best := best_shipped(target, MODELS)):
+        note(f"drafting with {best}")
+    args.draft = str(best or "ngram") if args.draft == "auto" else args.draft
+    folder = Path(args.draft)
+    args.trained = args.draft not in ("none", "ngram") and trained_kind(folder)
+    usual = read_json(folder / "config.json").get("k") if args.trained else None
+    args.k = 0 if args.draft == "none" else args.k or usual or 4
+    if args.tree and not args.trained:
+        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, not --draft {args.draft}: leave it out")
+    if args.tree and args.tree < args.k:
+        raise ValueError(f"--tree {args.tree} cannot be {args.k} levels deep (-k): give {args.k} nodes or more")
+
+
 def load_drafter(args, target, tokens, state: State):
     """--draft none, ngram or a folder -> a drafter for the rows of this state."""
     folder = Path(args.draft)
-    trained = args.draft not in ("none", "ngram") and trained_kind(folder)
-    if args.tree and not trained:
-        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, not --draft {args.draft}: leave it out")
     if args.draft == "none":
         return NoDraft()
     if args.draft == "ngram":
         return NgramDraft(args.k)
     if not folder.exists():
         raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
-    if trained:
+    if args.trained:
         return trained_drafter(load_trained(folder, target), target, state, args.k, args.tree)
     model, weight = target, target.embed.weight
     if folder.resolve() != Path(args.target).resolve():
@@ -274,6 +288,7 @@ class Engine:
     def __init__(self, args, target, tokens, longest: int, first: int):
         """For texts of up to `longest` tokens, the first round starting at about `first`."""
         B = max(1, len(args.prompt))
+        pick_drafter(args, target)
         self.args, self.target, self.tokens = args, target, tokens
         self.state = make_state(target, B, longest, args.tree or args.k, tokens.eos)
         self.drafter = load_drafter(args, target, tokens, self.state)

@@ -25,7 +25,7 @@ V, END = len(PIECES) + 2, len(PIECES) + 1
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SMILE = [b"\xf0", b"\x9f", b"\x99", b"\x82", b" ", b"H", b"e", b"l", b"lo", b"!"]     # "scripted" writes this after "!"
-STATS = "new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s compile_s draft k seed".split()
+STATS = "new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s compile_s draft k verify seed".split()
 
 
 # ---- models and tools
@@ -157,7 +157,7 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--chat --target {m}/bare": "bare has no chat template: use --raw",
     "--draft ngrm": "neither none, ngram nor a folder", "--draft {m}/no": "convert_weights.py makes",
     "--draft {m}/cut": "model.safetensors: ", "--draft {m}/other": "does not share the target's tokenizer: token 257",
-    "--draft {m}/moved": "token 263 is b", "--draft {m}/larger": "'<|pad|>' has id None",
+    "--draft {m}/moved": "token 263 is b",
     "--interactive --target {m}/bare": "bare has no chat template: use --prompt",
     "--interactive --prompt a": "leave out --prompt", "--interactive --json": "leave out --json"}
 
@@ -235,7 +235,7 @@ def test_drafts_do_not_change_the_text(rows):
     """Case 16, and a draft's shorter context.  Killed: the seed ignored; `head` that keeps padding rows."""
     ask = ["--prompt", "hello", "--prompt", "the other thing", "--max-new-tokens", "40"]
     plain = [row["tokens"] for row in rows(*ask, "--draft", "none")]
-    for draft in ("ngram", "{m}/near", "{m}/more", "{m}/fewer", "{m}/short", "{m}/target"):
+    for draft in ("ngram", "{m}/near", "{m}/larger", "{m}/more", "{m}/fewer", "{m}/short", "{m}/target"):
         assert [row["tokens"] for row in rows(*ask, "--draft", draft, "-k", "3")] == plain, draft
     warm = [*ask, "--temperature", "1", "--top-k", "20", "--draft"]
     none, ngram, other = (rows(*warm, *more)[1]["text"] for more in (["none"], ["ngram"], ["none", "--seed", "5"]))

@@ -284,7 +284,7 @@ def main(argv=None) -> int:
         texts = read_texts(args.texts, taps)
         model, shape = new_drafter(args, target, texts, taps)
         train(model, target, texts, args, {"kind": args.kind, "target": args.target.name, "fingerprint": fingerprint(target),
-                                           "shape": shape})
+                                           "shape": shape, "k": args.heads if args.kind == "medusa" else args.depth})
     except ValueError as error:
         note("train.py: " + " ".join(str(error).splitlines()))
         return 2
