@@ -152,8 +152,8 @@ class EagleTree(EagleDraft):
             level.append(torch.full_like(parent[-1], depth))
             if depth == self.K:
                 break
-            top = score[-1].topk(w, -1)
-            path, chosen, above = top.values, top.indices, top.indices // w     # `above`: which of the beam it hangs under
+            path, chosen = (x[:, :w] for x in score[-1].sort(dim=-1, descending=True, stable=True))
+            above = chosen // w                                                 # which of the beam it hangs under
             features.append(guessed.gather(1, above[..., None].expand(-1, -1, guessed.shape[-1])))
             fed.append(token[-1].gather(1, chosen))
             seen = F.pad(sees[:, -w:].gather(1, above[..., None].expand(-1, -1, sees.shape[2])), (0, w)) if depth > 1 else \
@@ -164,10 +164,10 @@ class EagleTree(EagleDraft):
             below = torch.arange(depth, device=device).repeat_interleave(w)
             guessed = self.model(torch.cat(fed, 1), torch.cat(features, 1), self.at, self.cache, state.span, below, sees)[:, -w:]
         token, score, parent, level = (torch.cat(x, 1) for x in (token, score, parent, level))
-        order = score.topk(self.nodes, -1).indices.sort(-1).values              # parents come before their children
-        node = torch.zeros(B, score.shape[1] + 1, dtype=torch.int64, device=device)     # candidate + 1 -> node; -1 -> 0
-        node.scatter_(1, order + 1, torch.arange(1, self.nodes + 1, device=device).expand(B, -1))
-        tree = grown(node.gather(1, parent.gather(1, order) + 1), level.gather(1, order), self.K)
+        order = score.sort(dim=-1, descending=True, stable=True).indices[:, :self.nodes].sort(-1).values    # parents come first
+        # a chosen candidate's node is how many were chosen up to it; the newest token, candidate -1, is node 0
+        parents = (order[:, None] <= parent.gather(1, order)[..., None]).sum(-1)                # (B, N)
+        tree = grown(parents, level.gather(1, order), self.K)
         return Draft(token.gather(1, order), tree=tree)
 
 

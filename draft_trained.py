@@ -25,7 +25,7 @@ def borrow(model, target):
     """Give a trained drafter what is the target's own; none of it is in the drafter's file.  -> model"""
     head = (target.embed if target.lm_head is None else target.lm_head).weight
     model.embed, model.target_norm = target.embed, target.norm
-    model.freq = inverse_frequencies(target.config).to(head.device)
+    model.register_buffer("freq", inverse_frequencies(target.config).to(head.device), persistent=False)
     model.register_buffer("output", head[model.vocab].clone(), persistent=False)               # (R, dim)
     index = torch.full((target.config.tokens,), len(model.vocab), device=head.device)
     index[model.vocab] = torch.arange(len(model.vocab), device=head.device)

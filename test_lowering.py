@@ -13,11 +13,14 @@ import pytest
 import torch
 
 import generate
+from draft_eagle import Eagle, EagleDraft, EagleTree
+from draft_medusa import Medusa, MedusaDraft
+from draft_trained import borrow
 from drafts import ModelDraft, NgramDraft
 from gpu_lowering import PTXAS, fake, h100
 from model import Config, KVCache, Transformer, build
 from sample import TARGET, Sampling, draw, exponential, probs
-from speculate import Draft, State, Tree, accept_matched, accept_sampled, commit, speculate, verify
+from speculate import Draft, State, Tree, accept_block, accept_matched, accept_sampled, commit, speculate, verify
 
 pytestmark = pytest.mark.xdist_group("lowering")        # one process: most of a first lowering is warming up torch
 
@@ -26,10 +29,12 @@ CONFIG = Config(vocab_size=V, dim=256, layers=2, heads=8, kv_heads=4, head_dim=6
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"
 SORT = "aten.sort.stable"
+TOPK = "aten.topk.default"
 PRODUCT = "extern_kernels.mm"
 ALLOWED = {     # all that may be no Triton kernel, and why
     ATTENTION: "scaled_dot_product_attention is cuDNN's own kernel on an H100; Inductor has none for a given mask",
     SORT: "top-k and top-p rank the whole vocabulary, and Inductor sorts rows of up to 512 in Triton",
+    TOPK: "the best children of a tree's node are sought among thousands of tokens, which Inductor cannot do in Triton",
     PRODUCT: "max-autotune times cuBLAS against Triton templates on the GPU and takes the faster one"}
 
 
@@ -72,13 +77,21 @@ class TreeDraft:
     def observe(self, state, out, n, hidden, p): pass
 
 
+def trained(kind, target, **shape):
+    """A drafter that guesses 8,192 of the tokens."""
+    with torch.device("meta"):
+        return borrow(kind(CONFIG, ints(8192), **shape).to(torch.bfloat16), target)
+
+
 def round_of(kind: str, truncates=False, K=K):
     """Arguments of speculate."""
-    drafter = {"ngram": lambda: NgramDraft(K), "model": lambda: ModelDraft(model(), cache(), K, V),
-               "tree": TreeDraft}[kind]()
-    state = State(cache(), B, S, (2,), "meta")
+    target, state = model(), State(cache(), B, S, (2,), "meta")
     state.span = SPAN                   # as for a text much shorter than its cache
-    return model(), drafter, state, settings(truncates)
+    drafter = {"ngram": lambda: NgramDraft(K), "model": lambda: ModelDraft(model(), cache(), K, V), "tree": TreeDraft,
+               "eagle": lambda: EagleDraft(trained(Eagle, target, taps=(0, 1)), state, K),
+               "eagle tree": lambda: EagleTree(trained(Eagle, target, taps=(0, 1)), state, K, 5, 2),
+               "medusa tree": lambda: MedusaDraft(trained(Medusa, target, heads=K), state, K, 5)}[kind]()
+    return target, drafter, state, settings(truncates)
 
 
 def propose(target, drafter, state, sampling):
@@ -104,6 +117,8 @@ STEPS = {       # name -> (function, its arguments, made on meta), and what may 
         (draw_from, lambda: (floats(B, 1, V), settings(True), ints(B)), {SORT: 1}),
     "accept_sampled (with residual and draw)":
         (accept_sampled, lambda: (ints(B, K), floats(B, K, V), floats(B, K + 1, V), ints(B), ints(B)), {}),
+    "accept_block (with residuals and draw)":
+        (accept_block, lambda: (ints(B, K), floats(B, K, V), floats(B, K + 1, V), ints(B), ints(B)), {}),
     "accept_matched (with draw)":
         (accept_matched, lambda: (ints(B, K), None, floats(B, K + 1, V), ints(B), ints(B)), {}),
     "commit": (commit, lambda: (round_of("ngram")[2], ints(B, K + 1), ints(B)), {}),
@@ -112,6 +127,9 @@ STEPS = {       # name -> (function, its arguments, made on meta), and what may 
     f"round, ModelDraft, K = {K}": (speculate, lambda: round_of("model"), {ATTENTION: 2 + 2 * K}),
     "round, ModelDraft, K = 1, truncated": (speculate, lambda: round_of("model", True, K=1), {ATTENTION: 4, SORT: 2}),
     "round, a tree": (speculate, lambda: round_of("tree"), {ATTENTION: 2}),
+    f"round, EagleDraft, K = {K}": (speculate, lambda: round_of("eagle"), {ATTENTION: 2 + K}),
+    f"round, EagleTree, 5 nodes, {K} levels": (speculate, lambda: round_of("eagle tree"), {ATTENTION: 2 + K, TOPK: K}),
+    "round, MedusaDraft, 5 nodes": (speculate, lambda: round_of("medusa tree"), {ATTENTION: 2, TOPK: 1}),
 }
 
 ASSEMBLED = [name for name in STEPS if name.startswith(("accept", "commit"))] + ["round, NgramDraft"]
