@@ -89,7 +89,7 @@ def test_greedy_text_is_plain(kind):
     assert any(kept for round in rounds for _, kept in round), "nothing was ever kept: this test says nothing"
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "small"])
+@pytest.mark.parametrize("kind", ["tree", "small"])
 def test_joint_law_of_three_tokens(kind, monkeypatch):
     """test_law's test through the compiled round.  Kills: q of the small model over its own vocabulary's order."""
     monkeypatch.setattr(model, "CHUNK", 4)
