@@ -14,16 +14,14 @@ from pathlib import Path
 import torch
 
 import tokenizer as tokenizers
-from convert.source import read_json
-from draft_trained import best_shipped, load_trained, trained_drafter, trained_kind
-from drafts import ModelDraft, NgramDraft, NoDraft
+from choose_draft import MODELS, draws, load_drafter, pick_drafter
+from drafts import NoDraft
 from load import open_checkpoint
 from model import CHUNK, KVCache
-from output import Row, report
+from output import Row, note, report
 from sample import Sampling, probs
 from speculate import State, accept_matched, commit, speculate
 
-MODELS = Path(__file__).parent / "models"
 DEFAULT_TARGET = MODELS / "smollm2-135m"
 
 
@@ -219,51 +217,6 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def pick_drafter(args, target) -> None:
-    """Settle --draft auto and -k: a trained drafter says in its config.json which K it was measured best with."""
-    if args.draft == "auto" and (best := best_shipped(target, MODELS)):
-        note(f"drafting with {best}")
-    args.draft = str(best or "ngram") if args.draft == "auto" else args.draft
-    folder = Path(args.draft)
-    args.trained = args.draft not in ("none", "ngram") and trained_kind(folder)
-    usual = read_json(folder / "config.json").get("k") if args.trained else None
-    args.k = 0 if args.draft == "none" else args.k or usual or 4
-    if args.tree and not args.trained:
-        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, not --draft {args.draft}: leave it out")
-    if args.tree and args.tree < args.k:
-        raise ValueError(f"--tree {args.tree} cannot be {args.k} levels deep (-k): give {args.k} nodes or more")
-
-
-def load_drafter(args, target, tokens, state: State):
-    """--draft none, ngram or a folder -> a drafter for the rows of this state."""
-    folder = Path(args.draft)
-    if args.draft == "none":
-        return NoDraft()
-    if args.draft == "ngram":
-        return NgramDraft(args.k)
-    if not folder.exists():
-        raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
-    if args.trained:
-        return trained_drafter(load_trained(folder, target), target, state, args.k, args.tree)
-    model, weight = target, target.embed.weight
-    if folder.resolve() != Path(args.target).resolve():
-        draft = open_checkpoint(folder)
-        if difference := tokenizers.compare(tokens, draft.tokens):
-            raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
-        model = draft.load(args.device, weight.dtype)
-    cache = KVCache(model.config, *state.tokens.shape, args.device, weight.dtype)
-    return ModelDraft(model, cache, args.k, target.config.tokens)
-
-
-@torch.no_grad()
-def draws(drafter, state: State, sampling) -> bool:
-    """Whether it draws its guesses from a q, as its own Draft says.  Before any text: it scratches slots and nothing else."""
-    state.pos.fill_(1)
-    q = drafter.propose(state, sampling).q
-    state.pos.fill_(-1)
-    return q is not None
-
-
 def encode(args, tokens, template, messages) -> list[int]:
     """The prompt's ids: through the chat template when there is one, unless --raw."""
     return tokenizers.chat(template, messages, tokens) if args.chat else tokens.prompt(messages[-1]["content"])
@@ -276,10 +229,6 @@ def room(ids: list[int], wanted: int, context: int, name: str) -> int:
     if len(ids) + wanted > context:
         note(f"{name}: only {context - len(ids)} of {wanted} new tokens fit the context of {context}")
     return min(wanted, context - len(ids))
-
-
-def note(text: str):
-    print(text, file=sys.stderr, flush=True)
 
 
 class Engine:

@@ -1,5 +1,6 @@
 """What a row has written: its text as it may be shown, why it ended, and its statistics."""
 import resource
+import sys
 import time
 
 import torch
@@ -91,3 +92,7 @@ def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) 
     if any(tried):
         parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(kept, tried)))
     return "; ".join(parts + [f"compiled in {compile_s:.1f} s" if compile_s else "eager", f"peak {peak / 1e9:.2f} GB"])
+
+
+def note(text: str):
+    print(text, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+import choose_draft
 import convert_weights as cw
 import generate as cli
 import model
@@ -250,7 +251,7 @@ def test_damaged_drafters_are_one_line(folder, tmp_path, capsys, name):
 def test_auto_takes_the_best_trained_for_this_target(folder, tmp_path, capsys, monkeypatch):
     """Kills: a drafter of another target taken; the worse of two; a damaged folder that stops the start; its K ignored."""
     target = open_checkpoint(folder / "target").load()
-    monkeypatch.setattr(cli, "MODELS", tmp_path)
+    monkeypatch.setattr(choose_draft, "MODELS", tmp_path)
 
     def add(name, print_, rates, **more):
         train.save(random_drafter(Medusa, target, 50, heads=3), tmp_path / name,

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from draft_medusa import RANKS
 from draft_trained import KINDS, borrow, fingerprint, own_weights
-from generate import DEFAULT_TARGET, Parser, note
+from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
-from model import default_dtype
+from output import note
 from train_data import BATCH, Text, held_out, read_prompts, read_texts, write_texts
 
 ROWS = 4                # texts a step
