@@ -278,13 +278,14 @@ def test_failing_leaves_everything_as_it_was(hf, tmp_path, capsys, name, before)
 
 
 def test_interrupted_in_the_middle(hf, tmp_path):
-    """The child waits at config.json, a pipe that nobody writes to.  Kills: SIGTERM and SIGHUP left to end the process."""
+    """The child waits at config.json, a pipe that nobody writes to.  Kills: SIGTERM, SIGHUP left to end the process."""
     assert cw.main([str(hf), str(tmp_path / "m/out")]) == 0
     old = {p.name: p.read_bytes() for p in (tmp_path / "m/out").iterdir()}
     (hf / "config.json").unlink()
     os.mkfifo(hf / "config.json")
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        child = subprocess.Popen([sys.executable, cw.__file__, str(hf), str(tmp_path / "m/out")], stderr=subprocess.PIPE)
+        command = [sys.executable, cw.__file__, str(hf), str(tmp_path / "m/out")]
+        child = subprocess.Popen(command, stderr=subprocess.PIPE)
         while child.poll() is None and len([*(tmp_path / "m").iterdir()]) == 1:
             time.sleep(0.01)
         child.send_signal(sent)

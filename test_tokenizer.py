@@ -205,6 +205,53 @@ def test_compare(hf, tmp_path):
     assert "402" in tokenizer.compare(a, b) and "402" in tokenizer.compare(b, a)
 
 
+def test_special_tokens_that_sentencepiece_finds_in_text(tmp_path):
+    """One kind of piece is looked for in text (<|im_start|>), the other made by merges: Code Llama's <PRE>, here "there".
+    Kills: refused; the type put behind another piece; the copied file used."""
+    with open(tmp_path / "sp", "wb") as f:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the theme of them is there 12"] * 50), model_writer=f, vocab_size=300,
+            model_type="bpe", byte_fallback=True, hard_vocab_limit=False, user_defined_symbols=["<|im_start|>"],
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp"))
+    special = [reference.piece_to_id(t) for t in ("<|im_start|>", "▁there")]
+    assert reference.encode("there") == special[1:] and special[0] in reference.encode("a<|im_start|>")
+    checkpoint(tmp_path / "hf", vocab_size=512)
+    (tmp_path / "sp").rename(tmp_path / "hf/tokenizer.model")
+    edit(tmp_path / "hf", "tokenizer_config.json", bos_token="<s>", eos_token="</s>", added_tokens_decoder={
+        str(i): {"content": reference.id_to_piece(i), "special": True} for i in special})
+    cw.convert(str(tmp_path / "hf"), tmp_path / "out")
+    tok = tokenizer.load(tmp_path / "out")
+    for text in ("there", "a<|im_start|>", "the there of<|im_start|>"):
+        assert not {*tok.encode(text)} & {*special} and tok.decode(tok.encode(text)) == f" {text}"
+    for text in NASTY:
+        if "<|im_start|>" not in text and "there" not in text:
+            assert tok.encode(text) == reference.encode(text)
+
+
+def runs(raw: dict, order) -> dict:
+    """Merges of runs of up to 6 blanks, none of 5, behind all others in this order of (left, right) lengths."""
+    pairs = [(a, b) for a in range(1, 7) for b in range(1, 7) if a + b <= 6 and 5 not in (a, b, a + b)]
+    for a, b in sorted(pairs, key=order):
+        raw["model"]["merges"].append(["▁" * a, "▁" * b])
+        raw["model"]["vocab"].setdefault("▁" * (a + b), len(raw["model"]["vocab"]))
+    return raw
+
+
+def test_runs_of_blanks_share_a_score(tmp_path):
+    """Llama 2's and Mistral's tokenizer.json have them as transformers' converter sorts them: longest left part first.
+    Kills: refused, as the pairs of one token are apart; any order taken, though ids differ."""
+    reference, _ = fallback_folder(tmp_path / "hf", lambda raw: runs(raw, lambda pair: (-pair[0], -pair[1])))
+    cw.convert(str(tmp_path / "hf"), tmp_path / "out")
+    tok, rng = tokenizer.load(tmp_path / "out"), random.Random(0)
+    mixed = ["".join(rng.choices([" ", "  ", " the", "\n"], k=30)) for _ in range(300)]
+    for text in [" " * n for n in range(40)] + mixed:
+        assert tok.encode(text) == reference.encode(text, add_special_tokens=False).ids
+    fallback_folder(tmp_path / "hf", lambda raw: runs(raw, lambda pair: (pair[1], -pair[0])))
+    with pytest.raises(ValueError, match="not in the order|not what its merges make"):
+        cw.convert(str(tmp_path / "hf"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("scheme", ["prepend", "replace", "always", "first", "never", "always+split"])
 def test_sentencepiece_style_bpe_equals_tokenizers(tmp_path, scheme):
     """A tokenizer.json alone, of characters with byte fallback; every Unicode character.

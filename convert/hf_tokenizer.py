@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 import tokenizer
-from convert.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, write_model
+from convert.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, as_control, write_model
 from convert.source import read_json
 from model import read_config
 
@@ -92,8 +92,9 @@ def sentencepiece_spec(path: Path, new: Path, special: dict[str, int], settings:
         raise ValueError(f"{path} is not a sentencepiece model") from None
     size = model.get_piece_size()
     special = {model.id_to_piece(i): i for i in range(size) if model.is_control(i) or model.is_unknown(i)} | special
-    if plain := [t for t, i in special.items() if i in model.encode(t)]:
-        raise ValueError(f"{path} finds special tokens in plain text, which is not supported: {', '.join(plain)}")
+    # Code Llama's <PRE> is an ordinary piece, others' <|im_start|> one that is looked for: no text may become them.
+    if plain := {i for t, i in special.items() if i < size and model.encode(t).count(i)}:
+        (new / "tokenizer.model").write_bytes(as_control(path.read_bytes(), plain))
     bos = special.get(text_of(settings.get("bos_token")), model.bos_id())
     # The file says whether a text starts with a blank; tokenizer.json, or else `legacy`, whether after a special too.
     after, before = (True, True) if settings.get("legacy", True) else (False, False)
@@ -177,9 +178,12 @@ def fallback_spec(raw: dict, new: Path, special: dict[str, int], settings: dict)
         steps = ", ".join(s.get("type") for key in ("normalizer", "pre_tokenizer") for s in steps_of(raw.get(key)))
         raise ValueError(f"tokenizer.json with byte_fallback and {steps or 'no rule for blanks'} is not supported")
     merges, taken = merges_of(bpe), set(special.values())
+    parts = {t for pair in merges for t in pair}    # some of Code Llama's merges make specials: no text may become them
+    merges = [(a, b) for a, b in merges if bpe["vocab"].get(a + b) not in taken or a + b in parts]
     order = {}
     for i, (a, b) in enumerate(merges):
         order.setdefault(a + b, i)
+    order |= tied_runs(merges)
     check_merges(order, merges, whole_words=True)
     if odd := [t for pair in merges for t in (*pair, "".join(pair)) if bpe["vocab"].get(t) in taken | {None}]:
         raise ValueError(f"BPE merges name {odd[0]!r}, which is no token or a special one")
@@ -201,6 +205,30 @@ def fallback_spec(raw: dict, new: Path, special: dict[str, int], settings: dict)
     write_model(new / "tokenizer.model", pieces, rule != NEVER, -1, -1, bpe["vocab"][unk])
     return {"kind": "sentencepiece", "file": "tokenizer.model", "special_tokens": special, "bos": bos, "size": size,
             "prefix": {"after_special": rule[0], "before_blank": rule[1]}}
+
+
+def tied_runs(merges: list[tuple[str, str]]) -> dict[str, int]:
+    """{run of blanks: the order all of them share}, where that says the same as the list.  In the models of Llama 2 and
+    Mistral runs have one score, the lowest, and transformers lists their pairs by length, not token by token.  Nothing
+    merges out of the longest run, so that what is behind it is a shorter run on its own: twice its length shows all."""
+    runs = [(len(a), len(b)) for a, b in merges if not (a + b).strip("▁")]
+    first = len(merges) - len(runs)
+    if not runs or any("▁▁" in a + b for a, b in merges[:first]):      # not last, or a part of something else
+        return {}
+    listed, tied = {pair: i for i, pair in enumerate(runs)}, dict.fromkeys(runs, 0)
+    most = max(map(sum, runs))
+    if any(joined_runs(n, listed) != joined_runs(n, tied) for n in range(2 * most + 1)):
+        return {}
+    return {"▁" * sum(pair): first for pair in runs}
+
+
+def joined_runs(n: int, rank: dict[tuple[int, int], int]) -> list[int]:
+    """What n blanks become: always the pair of the lowest rank, the leftmost of equals."""
+    parts = [1] * n
+    while found := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in rank]:
+        i = min(found)[1]
+        parts[i:i + 2] = [sum(parts[i:i + 2])]
+    return parts
 
 
 NEVER = (False, True)       # in the terms of blanks_in_front

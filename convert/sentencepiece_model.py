@@ -33,6 +33,23 @@ def write_model(path: Path, pieces: list[tuple[str, float, int]], add_dummy_pref
     path.write_bytes(model)
 
 
+def as_control(model: bytes, ids: set[int]) -> bytes:
+    """A sentencepiece model with these pieces made CONTROL.  Of a protobuf field that occurs twice the last one counts,
+    so another type is put behind each."""
+    out, at, id = [], 0, 0
+    while at < len(model):
+        start, size, shift = at + 1, 0, 0                   # every field of ModelProto has a length
+        while True:
+            size |= (model[start] & 127) << shift
+            start, shift = start + 1, shift + 7
+            if model[start - 1] < 128:
+                break
+        data, piece = model[start:start + size], model[at] == 1 << 3 | 2
+        out.append(field(1, data + field(3, CONTROL)) if piece and id in ids else model[at:start + size])
+        at, id = start + size, id + piece
+    return b"".join(out)
+
+
 def field(number: int, value: int | float | str | bytes) -> bytes:
     """One field of a protobuf message: its number and wire type, then the value."""
     if isinstance(value, float):
