@@ -32,7 +32,9 @@ def open_checkpoint(path) -> Checkpoint:
     """Raises ValueError for what is no checkpoint, is damaged, or is one that this engine does not compute."""
     path = Path(path)
     if not convertible(path):
-        return Checkpoint(read_config(path), tokenizers.load(path),
+        if not isinstance((config := read_config(path)).get("chat_template"), str | None):
+            raise ValueError(f"{path / 'config.json'}: chat_template is not text: convert the checkpoint again")
+        return Checkpoint(config, tokenizers.load(path),
                           lambda device="cpu", dtype=None: load_model(path, device, dtype))
     with tempfile.TemporaryDirectory() as scratch:
         config, stored = read_source(path, Path(scratch), with_tokenizer=True)

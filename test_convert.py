@@ -143,6 +143,7 @@ REFUSED = {             # config.json says this, the message must name that
     "rope per kind": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
     "newcomer's window": ({"model_type": "newcomer", "sliding_window": 64}, "sliding_window 64"),
     "absent": ({"intermediate_size": None}, "intermediate_size"),
+    "endless theta": ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta .*too large: a number of 401 digits"),
 }
 
 
@@ -238,6 +239,17 @@ def test_ends_are_the_union_of_all_that_is_stated(hf, tmp_path, config, generati
     assert {*tokenizer.load(tmp_path / "out").eos} == want | {0, 1}
 
 
+def test_names_of_bos_and_eos_in_a_file_of_their_own(hf, tmp_path):
+    """Older folders have them in special_tokens_map.json only.  Kills: the file not read; it comes before the other."""
+    edit(hf, "tokenizer_config.json", drop=["bos_token", "eos_token"])
+    edit(hf, "special_tokens_map.json", bos_token={"content": "<s>"}, eos_token="<|im_end|>")
+    cw.convert(str(hf), tmp_path / "out")
+    assert (tokenizer.load(tmp_path / "out").bos_token, tokenizer.load(tmp_path / "out").eos_token) == ("<s>", "<|im_end|>")
+    edit(hf, "tokenizer_config.json", eos_token="<|endoftext|>")
+    cw.convert(str(hf), tmp_path / "out")
+    assert tokenizer.load(tmp_path / "out").eos_token == "<|endoftext|>"
+
+
 # ---- the command line
 
 DAMAGE = {
@@ -245,6 +257,7 @@ DAMAGE = {
     "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "config.json does not exist"),
     "config": (lambda f: damage(f / "config.json", 0.5), "config.json is damaged"),
     "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is damaged"),
+    "config of brackets": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json is damaged"),
     "config not utf-8": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is damaged"),
     "weights cut": (lambda f: damage(f / "model.safetensors", 0.5), "model.safetensors is damaged"),
     "weights empty": (lambda f: damage(f / "model.safetensors", 0), "model.safetensors is damaged"),
@@ -254,6 +267,7 @@ DAMAGE = {
     "tokenizer empty": (lambda f: (f / "tokenizer.json").write_text('{"model": {}}'), "only BPE is supported"),
     "merges damaged": (lambda f: edit(f, "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": 3}), "damaged"),
     "not sentencepiece": (lambda f: (f / "tokenizer.model").write_text("?"), "not a sentencepiece model"),
+    "endless id": (lambda f: edit(f, "tokenizer.json", added_tokens=[{"id": float("inf"), "content": "x"}]), "error: "),
     "settings": (lambda f: edit(f, "tokenizer_config.json", chat_template=3), "damaged"),
 }
 

@@ -32,7 +32,7 @@ def describe(path: Path, checkpoint: Checkpoint) -> bool:
     config, tokens = checkpoint.config, checkpoint.tokens
     model = checkpoint.load("cpu", torch.float32)
     c, count = model.config, sum(p.numel() for p in model.parameters())
-    lines = {"source": f"{config['source']}, {config['family']}" if config.get("family") else config["source"],
+    lines = {"source": ", ".join(str(config[key]) for key in ("source", "family") if config.get(key)) or "unknown",
              "network": network(c), "parameters": f"{count:,}, of them {model.embed.weight.numel():,} embedding",
              "bytes": ", ".join(f"{count * size:,} in {name}" for name, size in (("float32", 4), ("bfloat16", 2))) +
              f"; keys and values {2 * c.layers * c.kv_heads * c.head_dim * 4:,} a token in float32",

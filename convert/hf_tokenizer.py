@@ -27,11 +27,12 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 def hf_tokenizer(src: Path, new: Path, config: dict) -> tuple[dict, str | None]:
     """Write the tokenizer's file into `new` -> the "tokenizer" part of our config.json, plus "size", its tokens; the
     chat template.  `config` is the folder's config.json."""
-    settings = read_json(src / "tokenizer_config.json", missing={})
+    settings = read_json(src / "special_tokens_map.json", missing={})       # older folders name BOS and EOS only here
+    settings |= read_json(src / "tokenizer_config.json", missing={})
     stops = ids_of(config) | ids_of(read_json(src / "generation_config.json", missing={}))
     try:
         return hf_spec(src, new, settings, stops), hf_template(src, settings)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{src}: its tokenizer files are damaged ({type(error).__name__} {error})") from None
 
 

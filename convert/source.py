@@ -87,6 +87,9 @@ def number(source: dict, key: str, default=None) -> float:
     if value is None:
         raise ValueError(f"{key} is missing from the checkpoint's config")
     check(f"{key} of the checkpoint's config", value, float)
+    if value >= 2**63:                                  # JSON's whole numbers have no end, torch's do
+        raise ValueError(f"{key} of the checkpoint's config is too large: {value:.3g}" if isinstance(value, float) else
+                         f"{key} of the checkpoint's config is too large: a number of {len(str(value))} digits")
     return value
 
 
@@ -107,5 +110,5 @@ def read_json(path: Path, missing: dict | None = None) -> dict:
         return value
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: this is no Hugging Face checkpoint folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:       # the second: a million brackets
         raise ValueError(f"{path} is damaged ({error})") from None
