@@ -113,6 +113,18 @@ def test_parts(tmp_path, capsys):
     refused(tmp_path, capsys, "is not part 3", names[0])
 
 
+def test_a_tensor_is_dequantised_in_pieces(tmp_path, monkeypatch):
+    """Kills: dequantised at once (it takes twice the memory of the result); the last piece left out."""
+    rows = np.random.default_rng(0).integers(0, 60, (2500, 34), dtype=np.uint8)
+    dequantize, sizes = gguf.quants.dequantize, []
+    (tmp_path / "q").write_bytes(rows.tobytes())
+    counted = lambda part, kind: sizes.append(len(part)) or dequantize(part, kind)
+    monkeypatch.setattr(gguf.quants, "dequantize", counted)
+    got = gguf_file.load(gguf_file.Packed(tmp_path / "q", 0, (2500, 32), KIND.Q8_0))
+    np.testing.assert_array_equal(got.numpy(), dequantize(rows, KIND.Q8_0))
+    assert sum(sizes) == 2500 and max(sizes) <= 1024
+
+
 def test_weights_are_not_read_before_they_are_written(tmp_path, monkeypatch):
     """Kills: tensors loaded while the config is read."""
     write_gguf(tmp_path / "m.gguf", checkpoint(tmp_path / "hf", vocab_size=260))

@@ -134,7 +134,10 @@ def load(t: Packed) -> torch.Tensor:
     if t.kind.name in PLAIN:
         return torch.from_numpy(data).view(PLAIN[t.kind.name]).view(t.shape)
     rows = data.reshape(math.prod(t.shape[:-1]), -1)
-    return torch.from_numpy(gguf.quants.dequantize(rows, t.kind)).view(t.shape)
+    out = np.empty((len(rows), t.shape[-1]), np.float32)
+    for i in range(0, len(rows), 1024):                 # dequantize holds everything twice
+        out[i:i + 1024] = gguf.quants.dequantize(rows[i:i + 1024], t.kind)
+    return torch.from_numpy(out).view(t.shape)
 
 
 def check_kinds(tensors: dict[str, Packed]) -> None:
