@@ -2,6 +2,7 @@
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
+import json
 import os
 import signal
 import subprocess
@@ -267,7 +268,8 @@ DAMAGE = {
     "tokenizer empty": (lambda f: (f / "tokenizer.json").write_text('{"model": {}}'), "only BPE is supported"),
     "merges damaged": (lambda f: edit(f, "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": 3}), "damaged"),
     "not sentencepiece": (lambda f: (f / "tokenizer.model").write_text("?"), "not a sentencepiece model"),
-    "endless id": (lambda f: edit(f, "tokenizer.json", added_tokens=[{"id": float("inf"), "content": "x"}]), "error: "),
+    "endless id": (lambda f: edit(f, "tokenizer.json", model=json.loads((f / "tokenizer.json").read_text())["model"] | {
+        "vocab": json.loads((f / "tokenizer.json").read_text())["model"]["vocab"] | {"T": float("inf")}}), "infinity"),
     "settings": (lambda f: edit(f, "tokenizer_config.json", chat_template=3), "damaged"),
 }
 
