@@ -144,7 +144,7 @@ REFUSED = {             # config.json says this, the message must name that
     "rope per kind": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
     "newcomer's window": ({"model_type": "newcomer", "sliding_window": 64}, "sliding_window 64"),
     "absent": ({"intermediate_size": None}, "intermediate_size"),
-    "endless theta": ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta .*too large: a number of 401 digits"),
+    "endless theta": ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta .*too large: .* 401 digits"),
 }
 
 
@@ -245,7 +245,8 @@ def test_names_of_bos_and_eos_in_a_file_of_their_own(hf, tmp_path):
     edit(hf, "tokenizer_config.json", drop=["bos_token", "eos_token"])
     edit(hf, "special_tokens_map.json", bos_token={"content": "<s>"}, eos_token="<|im_end|>")
     cw.convert(str(hf), tmp_path / "out")
-    assert (tokenizer.load(tmp_path / "out").bos_token, tokenizer.load(tmp_path / "out").eos_token) == ("<s>", "<|im_end|>")
+    tok = tokenizer.load(tmp_path / "out")
+    assert (tok.bos_token, tok.eos_token) == ("<s>", "<|im_end|>")
     edit(hf, "tokenizer_config.json", eos_token="<|endoftext|>")
     cw.convert(str(hf), tmp_path / "out")
     assert tokenizer.load(tmp_path / "out").eos_token == "<|endoftext|>"
