@@ -271,6 +271,7 @@ DAMAGE = {
     "not sentencepiece": (lambda f: (f / "tokenizer.model").write_text("?"), "not a sentencepiece model"),
     "endless id": (lambda f: edit(f, "tokenizer.json", model=json.loads((f / "tokenizer.json").read_text())["model"] | {
         "vocab": json.loads((f / "tokenizer.json").read_text())["model"]["vocab"] | {"T": float("inf")}}), "infinity"),
+    "template": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja is damaged"),
     "settings": (lambda f: edit(f, "tokenizer_config.json", chat_template=3), "damaged"),
 }
 

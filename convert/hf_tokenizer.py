@@ -75,7 +75,10 @@ def ids_of(config: dict) -> set[int]:
 def hf_template(src: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, one text, or the one named default in a list."""
     if (path := src / "chat_template.jinja").exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is damaged ({error}): download it again") from None
     template = read_json(src / "chat_template.json", missing=settings).get("chat_template")
     if isinstance(template, list):
         template = {t["name"]: t["template"] for t in template}.get("default")
