@@ -252,6 +252,17 @@ def test_names_of_bos_and_eos_in_a_file_of_their_own(hf, tmp_path):
     assert tokenizer.load(tmp_path / "out").eos_token == "<|endoftext|>"
 
 
+def test_special_tokens_without_a_row_are_left_out(hf, tmp_path, capsys):
+    """A <pad> added to the tokenizer and not to the model, as some Llama 2 folders have it.  <s> stays a token: see above.
+    Kills: such a folder refused; the token kept, and an id that the embedding does not have."""
+    checkpoint(hf, vocab_size=401)
+    cw.convert(str(hf), tmp_path / "out")
+    assert "no row for: <think>" in capsys.readouterr().out
+    tokens = tokenizer.load(tmp_path / "out")
+    assert list(tokens.special_tokens) == ["<|endoftext|>", "<|im_end|>", "<s>"] and tokens.vocab_size == 401
+    assert Config(**read_config(tmp_path / "out")["model"]).tokens == 401
+
+
 # ---- the command line
 
 DAMAGE = {

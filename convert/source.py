@@ -27,6 +27,13 @@ def assemble(model: dict, spec: dict | None, template: str | None, source: str, 
     """Our config.json.  Rows beyond the tokens are padding; end ids beyond them cannot be emitted and are left out."""
     if spec:
         model["tokens"] = spec.pop("size")
+        # A <pad> that was added without a row for it: the model cannot have seen it, and nobody will write it.
+        rowless = {t: i for t, i in spec["special_tokens"].items() if i >= model["vocab_size"] and i != spec["bos"]}
+        if model["tokens"] == model["vocab_size"] + len(rowless) > model["vocab_size"]:
+            print(f"left out: special tokens that the embedding has no row for: {', '.join(rowless)}")
+            spec["special_tokens"] = {t: i for t, i in spec["special_tokens"].items() if t not in rowless}
+            spec["shown"] = [i for i in spec["shown"] if i < model["vocab_size"]]
+            model["tokens"] = model["vocab_size"]
         if model["tokens"] > model["vocab_size"]:
             raise ValueError(f"the tokenizer has {model['tokens']} tokens, the embedding {model['vocab_size']} rows")
         stops = set(spec["eos"]) | {spec["special_tokens"][t] for t in END_OF_TURN if t in spec["special_tokens"]}
