@@ -63,7 +63,7 @@ def convert(source: str, dst: Path, dtype: str = "keep", with_tokenizer: bool = 
 
 
 def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | None) -> None:
-    """A safetensors file (8 bytes with the length of a JSON header, the header, the data), one tensor in memory at a time:
+    """A safetensors file (8 bytes with the length of a JSON header, the header, the data), one tensor or less in memory at a time:
     the library's own writer wants all of them at once.  dtype None keeps each as it is.  Weights that are not numbers are
     warned of; ValueError where float16 cannot hold them."""
     header, end = {}, 0
@@ -73,14 +73,13 @@ def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | No
         header[name] = {"dtype": NAMES[kind], "shape": list(s.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)                                     # the data starts at a multiple of 8
-    broken = []
+    broken = {}
     with open(path, "wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc=path.name, disable=None) as bar:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, s in stored.items():
-            w = s.read()
+        for name, w in ((name, w) for name, s in stored.items() for w in (s.pieces() if s.pieces else [s.read()])):
             if not (finite := bool(w.isfinite().all())):
-                broken.append(name)
-            w = w.to(dtype or s.dtype).contiguous()
+                broken[name] = None
+            w = w.to(dtype or stored[name].dtype).contiguous()
             if finite and dtype == torch.float16 and not w.isfinite().all():
                 raise ValueError(f"{name} holds values beyond float16's range: convert to bf16 or fp32")
             file.write(w.view(torch.uint8).numpy())

@@ -132,3 +132,18 @@ def test_weights_are_not_read_before_they_are_written(tmp_path, monkeypatch):
     _, stored = from_gguf.read_gguf(tmp_path / "m.gguf", tmp_path, True)
     with pytest.raises(ZeroDivisionError):
         stored["norm.weight"].read()
+
+
+@pytest.mark.parametrize("kind, heads", [(KIND.F32, None), (KIND.F32, 30), (KIND.Q8_0, 30), (KIND.Q4_0, None)])
+def test_pieces_are_the_whole(tmp_path, kind, heads):
+    """A matrix is written in pieces of whole heads: a Q4_0 embedding alone takes seven times its file as float32.
+    Kills: a piece that ends inside a head; the last piece left out."""
+    values = np.random.default_rng(0).normal(size=(3000, 32)).astype(np.float32)
+    packed = gguf.quants.quantize(values, kind)
+    (tmp_path / "t").write_bytes(packed.tobytes())
+    t = gguf_file.Packed(tmp_path / "t", 0, (3000, 32), kind)
+    stored = from_gguf.weight(t, heads)
+    pieces = list(stored.pieces())
+    assert len(pieces) == 3 and max(map(len, pieces)) <= 1024
+    assert torch.equal(torch.cat(pieces), stored.read())
+    assert torch.equal(stored.read(), from_gguf.unpermute(gguf_file.load(t), heads) if heads else gguf_file.load(t))

@@ -60,8 +60,13 @@ def weight(t, heads: int | None) -> Stored:
     """A tensor of the file; `heads` of it if its rows are interleaved pairs."""
     from convert import gguf_file
 
-    read = lambda: unpermute(gguf_file.load(t), heads) if heads else gguf_file.load(t)
-    return Stored(t.shape, gguf_file.PLAIN.get(t.kind.name, torch.float32), read)
+    kind = gguf_file.PLAIN.get(t.kind.name, torch.float32)
+    if len(t.shape) == 1:
+        return Stored(t.shape, kind, lambda: unpermute(gguf_file.load(t), heads) if heads else gguf_file.load(t))
+    D = t.shape[0] // heads if heads else 1             # a piece holds whole heads
+    turn = lambda w: unpermute(w, len(w) // D) if heads else w
+    return Stored(t.shape, kind, lambda: turn(gguf_file.load(t)),
+                  lambda: map(turn, gguf_file.pieces(t, D * max(1, 1024 // D))))
 
 
 def gguf_config(facts: dict, tensors: dict, divisors) -> dict:

@@ -128,16 +128,27 @@ def value(file, kind: int):
     return [string(file) for _ in range(n)] if kind == STRING else numbers(file, SCALARS[kind], n)
 
 
+def pieces(t: Packed, rows: int = 1024):
+    """The tensor, so many rows at a time (n, in): F32, F16 and BF16 as they are, anything else as the float32 numbers it
+    stands for, which take several times what the file does."""
+    total = math.prod(t.shape[:-1])
+    width = t.nbytes // total
+    for i in range(0, total, rows):
+        n = min(rows, total - i)
+        data = np.fromfile(t.path, np.uint8, n * width, offset=t.start + i * width)
+        if t.kind.name in PLAIN:
+            yield torch.from_numpy(data).view(PLAIN[t.kind.name]).view(n, -1)
+        else:
+            yield torch.from_numpy(gguf.quants.dequantize(data.reshape(n, width), t.kind))
+
+
 def load(t: Packed) -> torch.Tensor:
-    """The tensor: F32, F16 and BF16 as they are, anything else as the float32 numbers it stands for."""
-    data = np.fromfile(t.path, np.uint8, t.nbytes, offset=t.start)
-    if t.kind.name in PLAIN:
-        return torch.from_numpy(data).view(PLAIN[t.kind.name]).view(t.shape)
-    rows = data.reshape(math.prod(t.shape[:-1]), -1)
-    out = np.empty((len(rows), t.shape[-1]), np.float32)
-    for i in range(0, len(rows), 1024):                 # dequantize holds everything twice
-        out[i:i + 1024] = gguf.quants.dequantize(rows[i:i + 1024], t.kind)
-    return torch.from_numpy(out).view(t.shape)
+    out = torch.empty(math.prod(t.shape[:-1]), t.shape[-1], dtype=PLAIN.get(t.kind.name, torch.float32))
+    done = 0
+    for piece in pieces(t):
+        out[done:done + len(piece)] = piece
+        done += len(piece)
+    return out.view(t.shape)
 
 
 def check_kinds(tensors: dict[str, Packed]) -> None:

@@ -5,7 +5,7 @@ that it is exactly what its config asks for.  Only then are weights read, one at
 """
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]        # -> it, of this shape and dtype
+    pieces: Callable[[], Iterable] = None   # -> the same, some rows at a time, where it takes more memory than its file
 
 
 def assemble(model: dict, spec: dict | None, template: str | None, source: str, family: str) -> dict:
