@@ -252,6 +252,12 @@ def test_names_of_bos_and_eos_in_a_file_of_their_own(hf, tmp_path):
     assert tokenizer.load(tmp_path / "out").eos_token == "<|endoftext|>"
 
 
+def test_a_byte_order_mark_is_no_damage(hf, tmp_path):
+    """Kills: config.json read as plain UTF-8."""
+    (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
+    cw.convert(str(hf), tmp_path / "out")
+
+
 def test_special_tokens_without_a_row_are_left_out(hf, tmp_path, capsys):
     """A <pad> added to the tokenizer and not to the model, as some Llama 2 folders have it.  <s> stays a token: see above.
     Kills: such a folder refused; the token kept, and an id that the embedding does not have."""
@@ -264,6 +270,12 @@ def test_special_tokens_without_a_row_are_left_out(hf, tmp_path, capsys):
 
 
 # ---- the command line
+
+def edit_added(folder: Path, **changes):
+    """Change the last added token of tokenizer.json."""
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    edit(folder, "tokenizer.json", added_tokens=[*added[:-1], added[-1] | changes])
+
 
 DAMAGE = {
     "no folder": (lambda f: f.rename(f.with_name("gone")), "not a folder"),
@@ -282,6 +294,8 @@ DAMAGE = {
     "not sentencepiece": (lambda f: (f / "tokenizer.model").write_text("?"), "not a sentencepiece model"),
     "endless id": (lambda f: edit(f, "tokenizer.json", model=json.loads((f / "tokenizer.json").read_text())["model"] | {
         "vocab": json.loads((f / "tokenizer.json").read_text())["model"]["vocab"] | {"T": float("inf")}}), "infinity"),
+    "negative id": (lambda f: edit_added(f, id=-5), "the checkpoint's tokenizer missing or damaged"),
+    "empty special": (lambda f: edit_added(f, content=""), "special token 401 is empty text"),
     "template": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja is damaged"),
     "settings": (lambda f: edit(f, "tokenizer_config.json", chat_template=3), "damaged"),
 }

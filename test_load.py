@@ -112,6 +112,14 @@ def test_check_finds_weights_that_are_no_numbers(folders, tmp_path, capsys):
     assert code == 1 and "NOT A NUMBER" in out
 
 
+def test_check_of_a_folder_that_says_less(folders, tmp_path, capsys):
+    """Folders of an earlier version name neither source nor family.  Kills: config["source"] taken for granted."""
+    shutil.copytree(folders / "ours", tmp_path / "old")
+    edit(tmp_path / "old", drop=["source", "family"])
+    code, out, err = check(capsys, tmp_path / "old")
+    assert (code, err) == (0, "") and "402 tokens" in out
+
+
 def test_check_refuses_in_one_line(folders, capsys):
     """Kills: --dtype ignored without a word; main's `except` not around it."""
     for argv, says in ((["/nowhere"], "/nowhere"), ([folders / "ours", "--dtype", "bf16"], "--dtype"), ([], "name a checkpoint")):

@@ -324,7 +324,11 @@ def check_tokenizer(folder: Path) -> None:
     spec = read_config(folder)["tokenizer"]
     if spec is None:
         return
-    tok = tokenizer.load(folder)
+    try:
+        tok = tokenizer.load(folder)
+    except ValueError as error:             # it names the folder and what to do; both are of no use while it is being made
+        why = str(error).removeprefix(f"{folder}: ").removesuffix(": convert the checkpoint again")
+        raise ValueError(f"the checkpoint's {why}") from None
     if spec["kind"] == "sentencepiece" or tok.normal_form:
         return                              # these change text on purpose
     for text in tokenizer.CORPUS:

@@ -28,6 +28,8 @@ def assemble(model: dict, spec: dict | None, template: str | None, source: str, 
     """Our config.json.  Rows beyond the tokens are padding; end ids beyond them cannot be emitted and are left out."""
     if spec:
         model["tokens"] = spec.pop("size")
+        if "" in spec["special_tokens"]:
+            raise ValueError(f"special token {spec['special_tokens']['']} is empty text: it would be found everywhere")
         # A <pad> that was added without a row for it: the model cannot have seen it, and nobody will write it.
         rowless = {t: i for t, i in spec["special_tokens"].items() if i >= model["vocab_size"] and i != spec["bos"]}
         if model["tokens"] == model["vocab_size"] + len(rowless) > model["vocab_size"]:
@@ -112,7 +114,7 @@ def read_json(path: Path, missing: dict | None = None) -> dict:
     if missing is not None and not path.exists():
         return missing
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))       # some editors put a mark in front
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, not an object")
         return value
