@@ -328,7 +328,8 @@ def test_interrupted_in_the_middle(hf, tmp_path):
     os.mkfifo(hf / "config.json")
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         command = [sys.executable, cw.__file__, str(hf), str(tmp_path / "m/out")]
-        child = subprocess.Popen(command, stderr=subprocess.PIPE)
+        # A shell's background jobs inherit that Ctrl-C is ignored, and the tests may be one.
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL))
         while child.poll() is None and len([*(tmp_path / "m").iterdir()]) == 1:
             time.sleep(0.01)
         child.send_signal(sent)
