@@ -119,7 +119,9 @@ def start(models, *argv, target="scripted"):
     """generate.py in a process of its own."""
     command, pipe = [sys.executable, cli.__file__, "--target", str(models / target), *argv], subprocess.PIPE
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env)
+    # A shell's background jobs inherit that Ctrl-C is ignored, and the tests may be one.
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def answer(models, said: list[str], max_new=30, target="target") -> str:
