@@ -137,8 +137,7 @@ def step_for(kind, step):
     return partial(step, block=True) if "block" in kind else step
 
 
-@pytest.mark.parametrize("kind, K", [("none", 0), ("ngram", 1), ("ngram", 3), ("model", 1), ("model", 3), ("tree", 2),
-                                     ("block", 1), ("block", 3)])
+@pytest.mark.parametrize("kind, K", [("none", 0), ("ngram", 3), ("model", 1), ("model", 3), ("tree", 2), ("block", 3)])
 def test_joint_law_of_three_tokens(kind, K, laws):
     """Twelve settings, two graphs (with and without truncation).  The planted bugs are below."""
     step = step_for(kind, compile_round())
