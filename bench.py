@@ -11,9 +11,9 @@ import bench_peers
 import tokenizer as tokenizers
 from bench_measure import curve, measure
 from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
+from choose_draft import load_draft
 from draft_eagle import Eagle
 from draft_medusa import Medusa
-from draft_trained import load_trained, trained_kind
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
 
@@ -169,19 +169,10 @@ def load(options):
             f"synthetic weights, {options.shape} with draft {name}, agreement {measured:.2f}")
     opened = open_checkpoint(options.target)
     target, tokens, template = opened.load(options.device, options.dtype), opened.tokens, opened.template
-    drafts = {Path(folder).name: load_draft(options, folder, target, tokens) for folder in options.draft}
+    drafts = {Path(folder).name: load_draft(Path(folder), target, tokens) for folder in options.draft}
     prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
                for kind, texts in PROMPTS.items()}
     return target, drafts, prompts, tokens.eos, f"{Path(options.target).name}"
-
-
-def load_draft(options, folder: str, target, tokens):
-    if trained_kind(Path(folder)):
-        return load_trained(Path(folder), target)
-    other = open_checkpoint(folder)
-    if difference := tokenizers.compare(tokens, other.tokens):
-        raise ValueError(f"--draft {folder} does not share the target's tokenizer: {difference}")
-    return other.load(options.device, options.dtype)
 
 
 def plan(options, drafts: dict) -> list[tuple[str, int]]:

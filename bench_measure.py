@@ -11,10 +11,9 @@ from functools import partial
 
 import torch
 
-from draft_trained import KINDS, trained_drafter
-from drafts import ModelDraft, NgramDraft, NoDraft
+from draft_trained import drafter_of
+from drafts import NgramDraft, NoDraft
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
-from model import KVCache
 from sample import Sampling
 from speculate import Draft, State, accept_block, accept_matched, accept_sampled, commit, verify
 
@@ -79,11 +78,7 @@ def drafter_for(name: str, K: int, target, drafts: dict, state):
         return NgramDraft(K)
     label, _, how = name.partition(", ")
     model = target if label == "self" else drafts[label]
-    if type(model) in KINDS.values():
-        return trained_drafter(model, target, state, K, nodes_of(name))
-    weight = model.embed.weight
-    cache = KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype)
-    return ModelDraft(model, cache, K, target.config.tokens)
+    return drafter_of(model, target, state, K, nodes_of(name))
 
 
 def nodes_of(name: str) -> int | None:

@@ -5,10 +5,9 @@ import torch
 
 import tokenizer as tokenizers
 from convert.source import read_json
-from draft_trained import best_shipped, load_trained, trained_drafter, trained_kind
-from drafts import ModelDraft, NgramDraft, NoDraft
+from draft_trained import best_shipped, drafter_of, load_trained, trained_kind
+from drafts import NgramDraft, NoDraft
 from load import open_checkpoint
-from model import KVCache
 from output import note
 from speculate import State
 
@@ -39,16 +38,21 @@ def load_drafter(args, target, tokens, state: State):
         return NgramDraft(args.k)
     if not folder.exists():
         raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
-    if args.trained:
-        return trained_drafter(load_trained(folder, target), target, state, args.k, args.tree)
-    model, weight = target, target.embed.weight
+    model = target
     if folder.resolve() != Path(args.target).resolve():
-        draft = open_checkpoint(folder)
-        if difference := tokenizers.compare(tokens, draft.tokens):
-            raise ValueError(f"--draft {args.draft} does not share the target's tokenizer: {difference}")
-        model = draft.load(args.device, weight.dtype)
-    cache = KVCache(model.config, *state.tokens.shape, args.device, weight.dtype)
-    return ModelDraft(model, cache, args.k, target.config.tokens)
+        model = load_draft(folder, target, tokens)
+    return drafter_of(model, target, state, args.k, args.tree)
+
+
+def load_draft(folder: Path, target, tokens):
+    """The model that guesses: what train.py made, or one of its own with the target's tokenizer; on the target's device, in
+    its dtype."""
+    if trained_kind(folder):
+        return load_trained(folder, target)
+    draft = open_checkpoint(folder)
+    if difference := tokenizers.compare(tokens, draft.tokens):
+        raise ValueError(f"--draft {folder} does not share the target's tokenizer: {difference}")
+    return draft.load(target.embed.weight.device, target.embed.weight.dtype)
 
 
 @torch.no_grad()
@@ -58,5 +62,3 @@ def draws(drafter, state: State, sampling) -> bool:
     q = drafter.propose(state, sampling).q
     state.pos.fill_(-1)
     return q is not None
-
-

@@ -98,16 +98,16 @@ def load_trained(folder: Path, target):
     return borrow(model, target).eval().requires_grad_(False)
 
 
-def trained_drafter(model, target, state: State, K: int, nodes: int | None):
-    """What the round calls: a chain of K guesses, or a tree of so many nodes that is at most K deep."""
-    if isinstance(model, Small):
-        if nodes:
-            raise ValueError("a draft model guesses a chain: leave out --tree")
-        cache = KVCache(model.config, *state.tokens.shape, target.embed.weight.device, target.embed.weight.dtype)
-        return ModelDraft(model, cache, K, target.config.tokens)
+def drafter_of(model, target, state: State, K: int, nodes: int | None = None):
+    """What the round calls, around a model that guesses: a chain of K, or a tree of so many nodes that is at most K deep."""
     if isinstance(model, Medusa):
         return MedusaDraft(model, state, K, nodes)
-    if not nodes:
+    if isinstance(model, Eagle) and nodes:
+        width = max(w for w in range(1, nodes + 1) if (K - 1) * w <= nodes and w <= 10)
+        return EagleTree(model, state, K, nodes, width)
+    if isinstance(model, Eagle):
         return EagleDraft(model, state, K)
-    width = max(w for w in range(1, nodes + 1) if (K - 1) * w <= nodes and w <= 10)
-    return EagleTree(model, state, K, nodes, width)
+    if nodes:
+        raise ValueError("a draft model guesses a chain: leave out --tree")
+    weight = target.embed.weight
+    return ModelDraft(model, KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)

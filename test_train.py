@@ -21,7 +21,7 @@ from conftest import TARGET, decode, prompts_for
 from draft_eagle import Eagle
 from draft_medusa import RANKS, Medusa, MedusaDraft, best_tree
 from draft_small import Small
-from draft_trained import borrow, fingerprint, load_trained, own_weights, trained_drafter
+from draft_trained import borrow, drafter_of, fingerprint, load_trained, own_weights
 from generate import compile_round, generate
 from load import open_checkpoint
 from model import KVCache
@@ -59,7 +59,7 @@ def test_drafting_computes_what_training_unrolls(make):
     guess i + 1; the small model's output rows by position in the vocabulary; start() taking the last chunk's last row."""
     B, seen, net = 2, [], make()
     state = State(KVCache(TARGET.config, B, 192), B, 192)
-    drafter, prompts = trained_drafter(net, TARGET, state, 3, None), [[5, 9, 11], list(range(40)) * 2]
+    drafter, prompts = drafter_of(net, TARGET, state, 3, None), [[5, 9, 11], list(range(40)) * 2]
     for _ in generate(TARGET, drafter, state, Sampling(B), prompts, [20] * B):
         seen.append((state.tokens.clone(), state.pos.clone(), drafter.propose(state, Sampling(B)).tokens))
     for tokens, pos, guesses in seen[:-1]:
@@ -80,7 +80,7 @@ def drafters(state):
     clone = random_drafter(Small, layers=2, ffn_dim=64, R=40)
     train.start_small(clone, TARGET, [])                                # the target itself, but for 8 tokens
     return {"medusa": MedusaDraft(medusa(), state, 3), "medusa tree": MedusaDraft(medusa(), state, 3, 9),
-            "small": trained_drafter(clone, TARGET, state, 3, None)}
+            "small": drafter_of(clone, TARGET, state, 3, None)}
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa tree", "small"])
@@ -100,7 +100,7 @@ def test_joint_law_of_three_tokens(kind, monkeypatch):
     net = small(target=law.TARGET, R=6) if kind == "small" else random_drafter(Medusa, law.TARGET, 8, heads=2)
     monkeypatch.setattr("draft_medusa.RANKS", 8)
     net.rates = [[0.5 ** r for r in range(1, 9)]] * 2 if kind != "small" else None
-    sampler = law.Sampler(trained_drafter(net, law.TARGET, state, 2, 4 if kind == "tree" else None), ROWS)
+    sampler = law.Sampler(drafter_of(net, law.TARGET, state, 2, 4 if kind == "tree" else None), ROWS)
     step = compile_round()
     for s in [{"temperature": 0.7, "top_k": 5, "top_p": 0.9}]:          # one graph: compiling it is what takes long
         assert law.p_value(sampler.texts(step, s, seed=3), law.enumerate_law(s)) > 1e-4
