@@ -82,7 +82,7 @@ class EagleDraft(nn.Module):
     def __init__(self, model: Eagle, state: State, K: int):
         super().__init__()
         B, S = state.tokens.shape
-        weight = model.output
+        weight = model.embed.weight
         self.model, self.nodes, self.taps = model, K, model.taps
         self.cache = KVCache(model.config, B, S, weight.device, weight.dtype)
         self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to

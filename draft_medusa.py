@@ -65,7 +65,7 @@ class MedusaDraft(nn.Module):
         self.tree = Tree(parents, device) if nodes else None
         self.register_buffer("rank", torch.tensor(ranks, device=device))
         self.register_buffer("depth", Tree(parents, device).depth[1:] - 1)
-        self.register_buffer("feature", torch.zeros(len(state.pos), 1, c.dim, device=device, dtype=model.output.dtype))
+        self.register_buffer("feature", torch.zeros(len(state.pos), 1, c.dim, device=device, dtype=model.embed.weight.dtype))
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         last = (state.pos - 1 - begin).clamp_min(0)

@@ -79,6 +79,8 @@ def expected_tokens(rates: list[float]) -> float:
 def load_trained(folder: Path, target):
     """-> the Eagle, Medusa or Small that train.py wrote to folder, ready to run.  ValueError where it does not fit the target."""
     c, about, kind = target.config, read_json(folder / "config.json"), trained_kind(folder)
+    # On a CPU what it reads for a guess stays bfloat16, as it was saved: half the time, and any q is lossless.
+    dtype = torch.bfloat16 if target.embed.weight.device.type == "cpu" else target.embed.weight.dtype
     try:
         weights = load_file(folder / "model.safetensors")
         vocab = weights.pop("vocab").long()
@@ -88,14 +90,17 @@ def load_trained(folder: Path, target):
             raise ValueError(f"{', '.join(sorted(missing))} missing or unknown")
         if not (all(0 <= i < c.layers for i in model.taps) and 0 <= vocab.min() and vocab.max() < c.tokens):
             raise ValueError(f"it reads layers {model.taps} and guesses ids up to {vocab.max()}")
-        own = {n: w.to(target.embed.weight) for n, w in weights.items()} | {"vocab": vocab.to(target.embed.weight.device)}
+        device = target.embed.weight.device
+        own = {n: w.to(device, dtype) for n, w in weights.items()} | {"vocab": vocab.to(device)}
         model.load_state_dict(own, strict=False, assign=True)
     except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
         why = str(error).splitlines()[-1].strip()
         raise ValueError(f"{folder} is no drafter for a target of {c.layers} layers of width {c.dim} and {c.tokens} tokens "
                          f"({why}): train one with train.py {kind}") from None
     model.trained_for = about.get("fingerprint")
-    return borrow(model, target).eval().requires_grad_(False)
+    borrow(model, target)
+    model.output = model.output.to(dtype)
+    return model.eval().requires_grad_(False)
 
 
 def drafter_of(model, target, state: State, K: int, nodes: int | None = None):

@@ -141,16 +141,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (B, T, in) -> (B, T, out).  Compiled for a CPU, a few rows are summed one by one instead of multiplied as a
     matrix: Inductor fuses the sums into one pass over the weights at the speed of memory, where MKL takes twice as
-    long for two rows as for one.  bfloat16 weights are read as such and multiplied in float32."""
+    long for two rows as for one.  bfloat16 weights are read as such and multiplied in float32.  The result has x's dtype."""
     rows = x[..., 0].numel()
     if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
     flat = materialized(x.reshape(rows, -1).float())
     # One sum waits for its own last addition.  The weights are read in up to four streams, so that others go on.
     streams = next(n for n in (4, 2, 1) if n * rows <= FEW_ROWS and len(weight) % n == 0)
     y = torch.stack([(part * flat[i]).sum(-1) for i in range(rows) for part in weight.chunk(streams)])
     y = y.view(rows, -1)
-    y = materialized(y if bias is None else y + bias).to(weight.dtype)
+    y = materialized(y if bias is None else y + bias).to(x.dtype)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -25,7 +25,7 @@ from draft_trained import KINDS, borrow, fingerprint, own_weights
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
 from output import note
-from train_data import BATCH, Text, held_out, read_prompts, read_texts, write_texts
+from train_data import BATCH, TEMPERATURES, Text, held_out, read_passages, read_prompts, read_texts, write_passages, write_texts
 
 ROWS = 4                # texts a step
 WARM_UP = 50            # steps
@@ -71,7 +71,8 @@ def loss_of(model, target, tokens, features, written, depth: int) -> Tensor:
     with torch.no_grad():
         p = F.linear(target.norm(features[..., -target.config.dim:]), model.output).softmax(-1)     # (B, T, R)
     total = 0.0
-    for s, guessed in enumerate(model.unroll(tokens, tapped(model, features), depth)):
+    seen = F.dropout(tapped(model, features), 0.1)      # or it learns the few texts there are by heart: 0.91 kept of those, 0.55 else
+    for s, guessed in enumerate(model.unroll(tokens, seen, depth)):
         counts = ahead(written, 1 + s)
         q = model.logits(guessed[counts]).log_softmax(-1)
         total = total - 0.8 ** s * (ahead(p, 1 + s)[counts] * q).sum(-1).mean()
@@ -185,54 +186,70 @@ def save(model, out: Path, about: dict, training: dict) -> None:
     (out / "training.part").replace(out / "training.pt")
 
 
+def resume(model, optimizer, out: Path) -> dict:
+    """Where the training in `out` stopped: {"step", "epoch", "position" in the epoch, "seconds" spent}."""
+    try:
+        saved = torch.load(out / "training.pt", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--resume: {out / 'training.pt'} cannot be read ({str(error).splitlines()[0]}): "
+                         "leave --resume out to begin anew") from None
+    model.load_state_dict(saved.pop("model"), strict=False)                 # strict knows nothing of what is borrowed
+    optimizer.load_state_dict(saved.pop("optimizer"))
+    return saved
+
+
+def learn_from(model, target, batch: list[Text], optimizer, depth: int) -> float:
+    """One step of the optimizer -> the loss."""
+    loss = loss_of(model, target, *stack(batch, model.output.device, model.output.dtype), depth)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+def measure_and_save(model, target, check: list[Text], optimizer, args, about: dict, at: dict) -> None:
+    rates = acceptance(model, target, check, args.depth)
+    if args.kind == "medusa":
+        about["shape"]["rates"] = rank_rates(model, [t for t in check if t.temperature == 0])
+    about |= {"minutes": round(at["seconds"] / 60, 1), "steps": at["step"],
+              "acceptance": {str(t): a for t, a in rates.items()}}
+    save(model, args.out, about, at | {"model": own_weights(model), "optimizer": optimizer.state_dict()})
+    note("held out: " + "; ".join(f"temperature {t:g}: {' '.join(f'{a:.3f}' for a in r)}" for t, r in rates.items()))
+
+
 def train(model, target, texts: list[Text], args, about: dict) -> None:
-    learn, check = ([t for t in texts if held_out(t.prompt) == held] for held in (False, True))
-    if not learn or not check:
-        raise ValueError(f"{len(learn)} texts to learn from and {len(check)} held out: give more prompts")
-    parameters = list(own_weights(model).values())
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    step, epoch, position, spent = 0, 0, 0, 0.0
-    if args.resume:
-        try:
-            saved = torch.load(args.out / "training.pt", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"--resume: {args.out / 'training.pt'} cannot be read ({str(error).splitlines()[0]}): "
-                             "leave --resume out to begin anew") from None
-        model.load_state_dict(saved["model"], strict=False)             # strict knows nothing of what is borrowed
-        optimizer.load_state_dict(saved["optimizer"])
-        step, epoch, position, spent = (saved[k] for k in ("step", "epoch", "position", "seconds"))
-    begun, said, saved_at = time.perf_counter() - spent, 0.0, time.perf_counter()
-    todo, losses = batches(learn, epoch)[position:], []
+    learn, check = ([t for t in texts if held_out(t) == held] for held in (False, True))
+    answers = [t for t in learn if t.prompt is not None]
+    check = [t for T in dict.fromkeys(TEMPERATURES) for t in [t for t in check if t.temperature == T][:args.check]]
+    if not answers or not check:
+        raise ValueError(f"{len(answers)} texts to learn from and {len(check)} held out: give more prompts")
+    optimizer = torch.optim.AdamW(own_weights(model).values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
+    at = resume(model, optimizer, args.out) if args.resume else {"step": 0, "epoch": 0, "position": 0, "seconds": 0.0}
+    begun = said = saved = time.perf_counter()
+    before, todo, losses = at["seconds"], [], []
+
     def part() -> float:
         """How much of the training is done, 0 to 1: of its steps where they are counted, else of its time."""
-        return step / args.steps if args.steps else (time.perf_counter() - begun) / (60 * args.minutes)
+        return at["step"] / args.steps if args.steps else at["seconds"] / (60 * args.minutes)
 
     while part() < 1:
-        seconds = time.perf_counter() - begun
-        if not todo:
-            epoch, position, todo = epoch + 1, 0, batches(learn, epoch + 1)
-        batch, position = todo.pop(0), position + 1
+        if not todo:                            # plain text in the first half only: the last word is the target's own
+            epoch = batches(learn if part() < 0.5 else answers, at["epoch"])
+            todo = epoch[at["position"] % len(epoch):]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args.lr, step, part())
-        loss = loss_of(model, target, *stack(batch, model.output.device, model.output.dtype), args.depth)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        step, losses = step + 1, losses + [loss.item()]
-        if seconds - said > 60:
-            note(f"{seconds / 60:6.1f} min  step {step}  epoch {epoch + position * ROWS / len(learn):.2f}  "
-                 f"loss {sum(losses) / len(losses):.3f}")
-            said, losses = seconds, []
-        if time.perf_counter() - saved_at > 60 * args.save_every or part() >= 1:
-            rates = acceptance(model, target, check[:args.check], args.depth)
-            spent, saved_at = time.perf_counter() - begun, time.perf_counter()
-            if args.kind == "medusa":
-                about["shape"]["rates"] = rank_rates(model, [t for t in check if t.temperature == 0][:args.check])
-            about |= {"minutes": round(spent / 60, 1), "steps": step, "acceptance": {str(t): a for t, a in rates.items()}}
-            save(model, args.out, about, {"model": own_weights(model), "optimizer": optimizer.state_dict(), "step": step,
-                                          "epoch": epoch, "position": position, "seconds": spent})
-            note("held out: " + "; ".join(f"temperature {t:g}: {' '.join(f'{a:.3f}' for a in r)}" for t, r in rates.items()))
+            group["lr"] = learning_rate(args.lr, at["step"], part())
+        losses.append(learn_from(model, target, todo.pop(0), optimizer, args.depth))
+        now = time.perf_counter()
+        at |= {"step": at["step"] + 1, "position": at["position"] + 1, "seconds": before + now - begun}
+        if not todo:
+            at |= {"epoch": at["epoch"] + 1, "position": 0}
+        if now - said > 60:
+            note(f"{at['seconds'] / 60:6.1f} min  step {at['step']}  epoch {at['epoch']}  loss {sum(losses) / len(losses):.3f}")
+            said, losses = now, []
+        if now - saved > 60 * args.save_every or part() >= 1:
+            measure_and_save(model, target, check, optimizer, args, about, at)
+            saved = time.perf_counter()
 
 
 # ---- the command line ---------------------------------------------------------------------------------------------------
@@ -243,6 +260,8 @@ def options(argv=None) -> argparse.Namespace:
     add("kind", choices=["texts", *KINDS], help="what to train; texts only writes the texts")
     add("--target", type=Path, default=DEFAULT_TARGET, metavar="DIR")
     add("--prompts", type=Path, required=True, metavar="FILE", help="one a line, plain or {\"prompt\": ...}")
+    add("--text", type=Path, metavar="FILE", help="plain text to learn from besides, UTF-8, may be .xz: half as dear, teaches less")
+    add("--plain", type=int, default=1000, metavar="N", help="pieces of --text, of 256 tokens")
     add("--texts", type=Path, metavar="DIR", help="where texts are kept (default: beside the target, NAME-texts)")
     add("--out", type=Path, metavar="DIR", help="the drafter's folder")
     add("--minutes", type=float, default=60, help="of training in all, earlier runs that are resumed included")
@@ -276,9 +295,11 @@ def main(argv=None) -> int:
         if not all(0 <= i < L for i in taps) or taps[-1] != L - 1:
             raise ValueError(f"--taps {' '.join(map(str, taps))}: layers are 0 to {L - 1}, and the last must be {L - 1}, the last "
                              "layer, whose output says what the target would write")
+        passages = read_passages(args.text, opened.tokens) if args.text else []
         stop = time.perf_counter() + 60 * args.text_minutes
         write_texts(target, opened.tokens, opened.template, read_prompts(args.prompts), taps, args.texts,
                     lambda: time.perf_counter() > stop, note)
+        write_passages(target, passages[:args.plain], taps, args.texts, lambda: time.perf_counter() > stop, note)
         if args.kind == "texts":
             return 0
         texts = read_texts(args.texts, taps)

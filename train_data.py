@@ -1,10 +1,12 @@
 """What a drafter learns from: texts that the target itself wrote and its features for every token of them, kept on disk.
 
-A drafter is used on the target's own text, so it is trained on that and not on books: at temperature 0 and at 1, because
-it will have to guess at both.  The features cost nothing: the rounds that write a text compute them anyway.
+A drafter is used on the target's own text, so it is trained on that: at temperature 0 and at 1, because it will have to
+guess at both.  The features cost nothing: the rounds that write a text compute them anyway.  Plain text (--text) comes at
+half the price, a prefill, and teaches less: what the target would say about words that are not its own.
 A shard is one batch of texts, written whole or not at all, so an interruption costs one batch at most.
 """
 import json
+import lzma
 import os
 import random
 import zlib
@@ -12,23 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tokenizer as tokenizers
 from generate import compile_round, generate, make_state, warm_up
+from model import KVCache
 from sample import Sampling
 from speculate import Draft
 
 HELD_OUT = 12                                   # one prompt in so many is never trained on
 TEMPERATURES = 0.0, 1.0, 1.0                    # of a prompt's first, second, third text
 LONGEST, NEW, BATCH = 256, 160, 96              # prompt tokens (longer ones are left out), tokens written, texts a shard
+PASSAGE, FEW = 256, 8                           # tokens of a piece of plain text, pieces fed at once
 
 
-def held_out(prompt: str) -> bool:
-    """A property of the prompt alone: the same in every run, whatever other prompts there are."""
-    return zlib.crc32(prompt.encode()) % HELD_OUT == 0
+def held_out(text: "Text") -> bool:
+    """A property of the prompt alone: the same in every run, whatever other prompts there are.  Plain text has none."""
+    return text.prompt is not None and zlib.crc32(text.prompt.encode()) % HELD_OUT == 0
 
 
 def read_prompts(path) -> list[str]:
@@ -90,21 +95,60 @@ def write_texts(target, tokens, template, prompts: list[str], taps, folder: Path
         for _ in generate(target, drafter, state, sampling, [ids[p] for p, _ in batch], [NEW] * BATCH, step):
             pass
         ends = (state.pos + 1).tolist()[:len(texts)]
-        whole = {"tokens": torch.cat([state.tokens[i, :n] for i, n in enumerate(ends)]).int().cpu(),
-                 "features": torch.cat([drafter.features[i, :n] for i, n in enumerate(ends)]).cpu()}
         about = [{"prompt": p, "temperature": TEMPERATURES[turn], "start": len(ids[p]), "length": n}
                  for (p, turn), n in zip(texts, ends)]
-        save_file(whole, path.with_suffix(".part"), metadata={"texts": json.dumps(about), "taps": json.dumps(taps)})
-        os.replace(path.with_suffix(".part"), path)
-        note(f"{path}: {len(texts)} texts, {sum(ends):,} tokens; {len(shards) - len(list(folder.glob('*.safetensors')))} to go")
+        save_shard(path, torch.cat([state.tokens[i, :n] for i, n in enumerate(ends)]),
+                   torch.cat([drafter.features[i, :n] for i, n in enumerate(ends)]), about, taps)
+        note(f"{path}: {len(texts)} texts, {sum(ends):,} tokens; {len(shards) - sum(p.exists() for p in shards)} to go")
+
+
+def read_passages(path: Path, tokens) -> list[Tensor]:
+    """A text file, plain or .xz, in pieces of PASSAGE tokens, shuffled: always in the same order."""
+    try:
+        data = path.read_bytes()
+        ids = tokens.encode((lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8"))
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {path} cannot be read ({error}): give UTF-8 text, plain or .xz") from None
+    if len(ids) < PASSAGE:
+        raise ValueError(f"--text {path} has {len(ids)} tokens: give {PASSAGE} or more")
+    passages = [torch.tensor(ids[at:at + PASSAGE]) for at in range(0, len(ids) - PASSAGE + 1, PASSAGE)]
+    return random.Random(0).sample(passages, len(passages))
+
+
+@torch.no_grad()
+def write_passages(target, passages: list[Tensor], taps, folder: Path, stop, note) -> None:
+    """As write_texts, for plain text: what the target's layers say about it, all its tokens counting as written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begin, device = torch.zeros(FEW, dtype=torch.int64), target.embed.weight.device
+    cache = KVCache(target.config, FEW, PASSAGE, device)
+    for i, at in enumerate(range(0, len(passages), BATCH)):
+        path, whole, features = folder / f"plain{i:04}.safetensors", torch.stack(passages[at:at + BATCH]), []
+        if path.exists():
+            continue
+        for few in whole.split(FEW):
+            if stop():
+                return
+            fed = F.pad(few, (0, 0, 0, FEW - len(few))).to(device)              # one shape, one cache
+            tapped = target(fed, begin.to(device), cache, PASSAGE, taps=taps)[1][:len(few)]
+            features.append(tapped.to(torch.bfloat16).cpu().flatten(0, 1))
+        about = [{"prompt": None, "temperature": None, "start": 1, "length": PASSAGE}] * len(whole)
+        save_shard(path, whole.flatten(), torch.cat(features), about, taps)
+        note(f"{path}: {whole.numel():,} tokens of plain text")
+
+
+def save_shard(path: Path, tokens: Tensor, features: Tensor, about: list[dict], taps) -> None:
+    """All texts of a shard end to end, whole or not at all: tokens (N,), features (N, len(taps)*dim), and what each text is."""
+    save_file({"tokens": tokens.int().cpu(), "features": features.cpu()}, path.with_suffix(".part"),
+              metadata={"texts": json.dumps(about), "taps": json.dumps(taps)})
+    os.replace(path.with_suffix(".part"), path)
 
 
 @dataclass
 class Text:
     """One text of the target: tokens (T,), features (T, len(taps)*dim) bfloat16; tokens[start:] is what the target wrote.
-    The last token was never fed, so its features mean nothing."""
-    prompt: str
-    temperature: float
+    The last token was never fed, so its features mean nothing.  Plain text has neither prompt nor temperature."""
+    prompt: str | None
+    temperature: float | None
     start: int
     tokens: Tensor
     features: Tensor
