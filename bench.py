@@ -16,6 +16,7 @@ from draft_eagle import Eagle
 from draft_medusa import Medusa
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
+from train_data import is_held_out, read_prompts
 
 TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "
         "wiped\nthe salt from the great lens and wrote the weather in his book: wind from the north, light rain, three "
@@ -98,6 +99,9 @@ def options(argv=None) -> argparse.Namespace:
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
     add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
     add("-k", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K", help="guesses a round to measure (default 1 2 4 8)")
+    add("--prompts", metavar="FILE",
+        help="measure on the prompts of this file that train.py holds out, not on the built-in ones")
+    add("--most-prompts", type=int, default=8, metavar="N", help="of --prompts (default 8)")
     add("--verify", choices=("token", "block"), nargs="+", default=["token"],
         help="how the draft model's guesses are judged (default token); both: in turns, on the same prompts")
     mode("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
@@ -114,8 +118,12 @@ def options(argv=None) -> argparse.Namespace:
     add("--all", action="store_true", help="print every K, not only the best")
     add("--json", metavar="FILE", help="also write every row there")
     add("--plot", metavar="FILE", help="draw speed-up against K, or the curve, to this PNG (needs matplotlib)")
-    args = parser.parse_args(argv)
-    for name, least in (("max_new_tokens", 2), ("turns", 1), ("threads", 1), ("most", 1)):
+    return settle(parser.parse_args(argv))
+
+
+def settle(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse what does not go together, and fill in what depends on other options."""
+    for name, least in (("max_new_tokens", 2), ("turns", 1), ("threads", 1), ("most", 1), ("most_prompts", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
     if bad := [k for k in (*args.k, *args.batch) if not 1 <= k <= 64]:
@@ -127,6 +135,8 @@ def options(argv=None) -> argparse.Namespace:
     if args.verify != ["token"] and (args.curve or args.peers or args.gpu_check or not (args.draft or args.shape)):
         raise ValueError("--verify judges a draft model's guesses: give --draft or --shape, and no --curve, --peers or "
                          "--gpu-check")
+    if args.prompts and (args.shape or args.curve or args.peers or args.gpu_check):
+        raise ValueError("--prompts are for real weights that decode: no --shape, --curve, --peers or --gpu-check")
     if args.plot and (args.peers or args.gpu_check):
         raise ValueError("--plot draws speed-up against K, or --curve: leave it out here")
     for file in (args.json, args.plot):
@@ -170,8 +180,12 @@ def load(options):
     opened = open_checkpoint(options.target)
     target, tokens, template = opened.load(options.device, options.dtype), opened.tokens, opened.template
     drafts = {Path(folder).name: load_draft(Path(folder), target, tokens) for folder in options.draft}
-    prompts = {kind: [tokenizers.chat(template, [{"role": "user", "content": text}], tokens) for text in texts]
-               for kind, texts in PROMPTS.items()}
+    texts = PROMPTS
+    if options.prompts:
+        texts = {"held out": [p for p in read_prompts(options.prompts) if is_held_out(p)][:options.most_prompts]}
+        if not texts["held out"]:
+            raise ValueError(f"--prompts {options.prompts} holds none that train.py holds out: give more prompts")
+    prompts = {kind: [tokenizers.first_turn(template, text, tokens) for text in some] for kind, some in texts.items()}
     return target, drafts, prompts, tokens.eos, f"{Path(options.target).name}"
 
 

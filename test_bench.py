@@ -8,9 +8,12 @@ import bench
 import bench_measure
 from bench_peers import write_gguf
 from bench_shapes import DRAFT_OF, SHAPES, Pair
+from checkpoints import hf_folder
 from convert_weights import convert
+from load import open_checkpoint
 from model import Config, Transformer, load_model
 from speculate import speculate
+from train_data import is_held_out
 
 # What the published checkpoints hold, embeddings tied where they tie them.
 PARAMETERS = {"smollm2-135m": 134_515_008, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
@@ -111,6 +114,20 @@ def test_the_curve_has_every_point(eager, tmp_path, capsys):
         assert r["a_ms"] + 2 * r["b_ms"] == pytest.approx(sum(x["verify_ms"] for x in line) / 3)
 
 
+def test_prompts_of_a_file_are_those_held_out(tmp_path):
+    """Kills: prompts that were trained on; more than asked for."""
+    hf_folder(tmp_path / "hf")
+    texts = [f"the {i}" for i in range(60)]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    argv = ["--target", str(tmp_path / "hf"), "--prompts", str(tmp_path / "prompts.txt"), "--most-prompts", "3"]
+    _, _, prompts, *_ = bench.load(bench.options(argv))
+    tokens = open_checkpoint(tmp_path / "hf").tokens
+    assert prompts == {"held out": [tokens.prompt(t) for t in texts if is_held_out(t)][:3]} and len(prompts["held out"]) == 3
+    (tmp_path / "prompts.txt").write_text(next(t for t in texts if not is_held_out(t)))
+    with pytest.raises(ValueError, match="none that train.py holds out"):
+        bench.load(bench.options(argv))
+
+
 @pytest.mark.parametrize("argv, message", [
     (["--agreement", "0.5"], "--agreement and --draft-shape need --shape"), (["--turns", "0"], "--turns 0 must be 1 or more"),
     (["-k", "0"], "0 is not a number of guesses"), (["--shape", "tiny", "--agreement", "2"], "agreement 2.0 must lie"),
@@ -119,6 +136,7 @@ def test_the_curve_has_every_point(eager, tmp_path, capsys):
     (["--target", "nowhere"], "nowhere"), (["--agreement", "0"], "need --shape"), (["--curve", "--peers"], "not allowed with"),
     (["--shape", "tiny", "--agreement", "0"], "agreement 0.0 must lie"), (["--device", "gpu"], "--device gpu is not available"),
     (["--json", "/dev/null/x/y"], "cannot be written"), (["--plot", "x.png", "--peers"], "leave it out"),
+    (["--prompts", "x", "--curve"], "no --shape, --curve"), (["--most-prompts", "0"], "--most-prompts 0 must"),
     (["--shape", "tiny", "--draft", "x"], "name the draft by --draft-shape")])
 def test_refusals_are_one_line(argv, message, capsys):
     assert bench.main([*argv, "--threads", "1"]) == 2

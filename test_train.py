@@ -193,7 +193,7 @@ def test_plain_text_is_read_as_the_target_reads_it(folder, tmp_path, kind, monke
         with torch.no_grad():
             want = target(t.tokens[None], torch.zeros(1, dtype=torch.int64), KVCache(target.config, 1, 8), 8, taps=(0, 1))[1]
         torch.testing.assert_close(t.features.float(), want[0], rtol=0.01, atol=0.02)
-    assert not any(train_data.held_out(t) for t in plain)
+    assert not any(train_data.is_held_out(t.prompt) for t in plain)
     kinds = [{t.prompt is None for t in batch} for batch in learned]
     assert any(True in k for k in kinds[:20]) and not any(True in k for k in kinds[-10:])
 

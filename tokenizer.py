@@ -219,6 +219,11 @@ def chat(template: str | None, messages: list[dict], tokenizer: Tokenizer, add_g
     return ids
 
 
+def first_turn(template: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt as a user's first message; of the bare text for a model without a template."""
+    return chat(template, [{"role": "user", "content": text}], tokenizer) if template else tokenizer.prompt(text)
+
+
 def render(template: str, messages: list[dict], tokenizer: Tokenizer, add_generation_prompt: bool) -> str:
     """The template's text, in the environment Hugging Face gives templates.  It came with a download: sandboxed."""
     def raise_exception(message):

@@ -25,7 +25,8 @@ from draft_trained import KINDS, borrow, fingerprint, own_weights
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
 from output import note
-from train_data import BATCH, TEMPERATURES, Text, held_out, read_passages, read_prompts, read_texts, write_passages, write_texts
+from train_data import (BATCH, TEMPERATURES, Text, is_held_out, read_passages, read_prompts, read_texts, write_passages,
+                        write_texts)
 
 ROWS = 4                # texts a step
 WARM_UP = 50            # steps
@@ -219,7 +220,7 @@ def measure_and_save(model, target, check: list[Text], optimizer, args, about: d
 
 
 def train(model, target, texts: list[Text], args, about: dict) -> None:
-    learn, check = ([t for t in texts if held_out(t) == held] for held in (False, True))
+    learn, check = ([t for t in texts if is_held_out(t.prompt) == held] for held in (False, True))
     answers = [t for t in learn if t.prompt is not None]
     check = [t for T in dict.fromkeys(TEMPERATURES) for t in [t for t in check if t.temperature == T][:args.check]]
     if not answers or not check:

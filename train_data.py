@@ -31,9 +31,9 @@ LONGEST, NEW, BATCH = 256, 160, 96              # prompt tokens (longer ones are
 PASSAGE, FEW = 256, 8                           # tokens of a piece of plain text, pieces fed at once
 
 
-def held_out(text: "Text") -> bool:
+def is_held_out(prompt: str | None) -> bool:
     """A property of the prompt alone: the same in every run, whatever other prompts there are.  Plain text has none."""
-    return text.prompt is not None and zlib.crc32(text.prompt.encode()) % HELD_OUT == 0
+    return prompt is not None and zlib.crc32(prompt.encode()) % HELD_OUT == 0
 
 
 def read_prompts(path) -> list[str]:
@@ -76,8 +76,7 @@ def write_texts(target, tokens, template, prompts: list[str], taps, folder: Path
     """Write the shards that are missing in folder until stop() says so: shard i always holds the same texts."""
     folder.mkdir(parents=True, exist_ok=True)
     shuffled = random.Random(0).sample(prompts, len(prompts))
-    ids = {p: tokenizers.chat(template, [{"role": "user", "content": p}], tokens) if template else tokens.prompt(p)
-           for p in shuffled}
+    ids = {p: tokenizers.first_turn(template, p, tokens) for p in shuffled}
     plan = [(p, turn) for turn in range(len(TEMPERATURES)) for p in shuffled if len(ids[p]) <= LONGEST]
     shards = {folder / f"{i:04}.safetensors": plan[at:at + BATCH] for i, at in enumerate(range(0, len(plan), BATCH))}
     todo = {path: texts for path, texts in shards.items() if not path.exists()}
