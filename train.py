@@ -12,7 +12,6 @@ import math
 import pickle
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from train_data import (BATCH, TEMPERATURES, Text, is_held_out, read_passages, r
 
 ROWS = 4                # texts a step
 WARM_UP = 50            # steps
+SAMPLE = 40             # groups of texts whose distributions say which tokens are frequent
 
 
 # ---- the loss ---------------------------------------------------------------------------------------------------------------
@@ -120,17 +120,25 @@ def rank_rates(model, texts: list[Text]) -> list[list[float]]:
 
 # ---- training ---------------------------------------------------------------------------------------------------------------
 
-def frequent(texts: list[Text], R: int, V: int) -> Tensor:
-    """The R tokens the target writes most often, by id: (R,) int64."""
-    counts = Counter(i for t in texts for i in t.tokens[t.start:].tolist())
-    return torch.tensor(sorted([i for i, _ in counts.most_common(R)] +
-                               [i for i in range(V) if i not in counts][:max(0, R - len(counts))]))
+@torch.no_grad()
+def frequent(target, texts: list[Text], R: int) -> Tensor:
+    """The R tokens the target writes most often, by id (R,) int64: counted, and expected by its own distribution in some of
+    the texts, because most of what it could write is not in the few texts there are."""
+    V, dim = target.config.tokens, target.config.dim
+    sample = batches(texts, 0)[:SAMPLE]
+    count = sum(torch.bincount(t.tokens[t.start:], minlength=V) for t in texts).float()
+    for group in sample:
+        _, features, written = stack(group, target.embed.weight.device, target.embed.weight.dtype)
+        expected = target.head(target.norm(features[..., -dim:][written])).softmax(-1).sum(0)
+        count += expected.cpu() * len(texts) / (ROWS * len(sample))
+    return count.topk(min(R, V)).indices.sort().values
 
 
 def new_drafter(args, target, texts: list[Text], taps: tuple):
     """-> (an untrained drafter of this kind, the options it is made again with)."""
     c = target.config
-    vocab = frequent(texts, args.vocab or c.tokens, c.tokens)
+    answers = [t for t in texts if t.prompt is not None and not is_held_out(t.prompt)]
+    vocab = frequent(target, answers or texts, args.vocab or c.tokens)
     shape = {"eagle": {"taps": taps}, "medusa": {"heads": args.heads}, "draft": {"layers": args.layers, "ffn_dim": args.ffn_dim}}
     model = borrow(KINDS[args.kind](c, vocab, **shape[args.kind]).to(args.device), target)
     model.columns = [taps.index(i) for i in model.taps]
