@@ -35,7 +35,7 @@ def text(capsys, *argv) -> tuple[int, str, str]:
 
 
 def test_an_unconverted_folder_is_the_same_model(folders, capsys):
-    """Kills: the source's names handed to build; nothing but a name compared (another dtype)."""
+    """Kills: the source's names handed to build; the dtype asked for ignored."""
     before = sorted(p.name for p in folders.iterdir())
     ours, theirs = (open_checkpoint(folders / name) for name in ("ours", "hf"))
     tokens = torch.randint(402, (2, 40), generator=torch.Generator().manual_seed(3))
