@@ -71,7 +71,7 @@ def test_drafting_computes_what_training_unrolls(R):
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}])
 def test_greedy_text_is_plain(K, settings):
-    """Kills: q left over the reduced vocabulary (shapes), or of another temperature (test_law)."""
+    """Kills: q left over the reduced vocabulary."""
     state = State(KVCache(TARGET.config, 3, 192), 3, 192)
     texts, _ = decode(None, K, prompts_for(3), 40, state=state, drafter=EagleDraft(random_eagle(TARGET, R=20), state, K), **settings)
     if not settings:
@@ -103,17 +103,22 @@ def tree_drafter(state, K=3, N=8, width=3, R=None):
 
 @torch.no_grad()
 def test_the_tree_is_the_best_there_is():
-    """N nodes, each with its path's probability by `unroll`, against a search of the whole tree in Python.
-    Kills: a child whose path is not its parent's; a beam's parent off by one; features of another node."""
+    """N nodes, each with its path's probability by `unroll`, against a search of the whole tree in Python, at first and
+    after each round that kept guesses.  Kills: a child whose path is not its parent's; a beam's parent off by one;
+    features of another node; the target's features of the path not moved to its first rows."""
     B, K, N, width = 2, 3, 8, 3
     state = State(KVCache(TARGET.config, B, 192), B, 192)
     drafter, prompts = tree_drafter(state, K, N, width), prompts_for(B)
-    model, rounds = drafter.model, generate(TARGET, drafter, state, Sampling(B), prompts, [30] * B)
-    for _ in range(4):
-        next(rounds)
-        draft = drafter.propose(state, Sampling(B))
+    model, draft, moved = drafter.model, None, 0
+    for at, (new, kept, _) in enumerate(generate(TARGET, drafter, state, Sampling(B), prompts, [30] * B)):
+        before, draft = draft, drafter.propose(state, Sampling(B))
         for row in range(B):
+            if at >= 4 and not kept[row] or not state.live[row]:
+                continue
+            moved += kept[row] > 0 and new[row][0] != before.tokens[row, 0]
             ids = state.tokens[row, :state.pos[row] + 1].tolist()
+            g = model.unroll(torch.tensor([ids]), features(ids, model.taps), 1)[0][0, len(ids) - 2]
+            torch.testing.assert_close(drafter.guessed[row, 0], g, rtol=0, atol=1e-4)
             found, beam = {}, [((), 0.0)]
             for depth in range(1, K + 1):
                 level = {}
@@ -133,11 +138,12 @@ def test_the_tree_is_the_best_there_is():
             assert draft.tree.depth[row].tolist() == [len(path) for path in paths]
             for i, a in enumerate(paths):
                 assert draft.tree.sees[row, i].tolist() == [b == a[:len(b)] for b in paths]
+    assert moved, "no path was kept that leaves out the first node: nothing had to move"
 
 
 @pytest.mark.parametrize("R", [None, 20])
 def test_trees_keep_greedy_text(R):
-    """Kills: hidden rows or keys of the path not moved (compact left out for a tree with a shape a row)."""
+    """Kills: keys of the path not moved (compact left out for a tree with a shape a row)."""
     state = State(KVCache(TARGET.config, 3, 192), 3, 192)
     texts, rounds = decode(None, 3, prompts_for(3), 60, state=state, drafter=tree_drafter(state, R=R))
     assert texts == decode("none", 0, prompts_for(3), 60)[0]
