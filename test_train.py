@@ -86,11 +86,24 @@ def drafters(state):
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa tree", "small"])
 def test_greedy_text_is_plain(kind):
-    """Kills: a tree's tokens in another order than its parents."""
     state = State(KVCache(TARGET.config, 3, 192), 3, 192)
     texts, rounds = decode(None, 3, prompts_for(3), 60, state=state, drafter=drafters(state)[kind])
     assert texts == decode("none", 0, prompts_for(3), 60)[0]
     assert any(kept for round in rounds for _, kept in round), "nothing was ever kept: this test says nothing"
+
+
+@torch.no_grad()
+def test_a_node_is_its_heads_choice():
+    """Of the head of its depth, the choice of its rank: a tree's tokens are in the order of its parents."""
+    state, net = State(KVCache(TARGET.config, 2, 192), 2, 192), medusa(rates=[[0.7, 0.2, 0.05]] * 3)
+    drafter = drafter_of(net, TARGET, state, 3, 9)
+    next(generate(TARGET, drafter, state, Sampling(2), prompts_for(2), [9] * 2))
+    draft, heads, depth = drafter.propose(state, Sampling(2)), net.logits(net(drafter.feature)[:, 0]), [-1]
+    for node, (parent, rank) in enumerate(zip(*best_tree(net.rates, 3, 9))):
+        depth.append(depth[parent] + 1)
+        assert draft.tokens[:, node].equal(net.vocab[heads[:, depth[-1]].sort(descending=True).indices[:, rank]])
+        assert draft.tree.parents[node] == parent
+    assert max(depth) == 2
 
 
 @pytest.mark.parametrize("kind", ["tree", "small"])
@@ -108,7 +121,8 @@ def test_joint_law_of_three_tokens(kind, monkeypatch):
 
 
 def test_best_tree_is_the_best():
-    """Against all trees of that many nodes.  Kills: a child's chance not its path's; children offered before their node."""
+    """Against all trees of that many nodes.  Kills: a child's chance not its path's; a child hung under the node
+    before its parent."""
     rates = [[0.5, 0.25, 0.1], [0.6, 0.2, 0.1], [0.9, 0.05, 0.01]]
     paths = {path: math.prod(rates[i][r] for i, r in enumerate(path)) for K in (1, 2, 3)
              for path in itertools.product(range(3), repeat=K)}
@@ -202,8 +216,8 @@ def test_plain_text_is_read_as_the_target_reads_it(folder, tmp_path, kind, monke
 def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monkeypatch):
     """Kills: parameters of the target trained too; --resume beginning anew; rates not saved; weights saved that are borrowed."""
     before = {n: p.clone() for n, p in open_checkpoint(folder / "target").load().named_parameters()}
-    losses, real = [], train.loss_of
-    monkeypatch.setattr(train, "loss_of", lambda *a: losses.append(real(*a)) or losses[-1])
+    losses, used, real = [], [], train.loss_of
+    monkeypatch.setattr(train, "loss_of", lambda *a: used.append(a[1]) or losses.append(real(*a)) or losses[-1])
     assert run(folder, kind, tmp_path / "out", "--steps", 60) == 0
     first = len(losses)
     assert first == 60
@@ -213,8 +227,8 @@ def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monke
     assert run(folder, kind, tmp_path / "out", "--steps", 70, "--resume") == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["steps"] == len(losses) == 70
     assert losses[first].item() < 0.95 * losses[0].item()
+    assert all(torch.equal(p, before[n]) for n, p in used[-1].named_parameters())
     target = open_checkpoint(folder / "target").load()
-    assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
     net = load_trained(tmp_path / "out", target)
     assert net.trained_for == fingerprint(target) and len(net.vocab) == 100
     saved = torch.load(tmp_path / "out/training.pt", weights_only=True)["model"]
