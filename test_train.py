@@ -158,7 +158,7 @@ def run(folder, kind, out, *argv):
                        "--lr", "0.01", "--out", str(out), *map(str, argv)])
 
 
-def test_texts_are_the_targets_own(folder, tmp_path, capsys):
+def test_texts_are_the_targets_own(folder, tmp_path, monkeypatch):
     """What a shard holds is what generate writes, its features what the target computes; a missing shard is written again,
     the same.  Kills: features one position off; the last batch's filler kept; seeds that depend on the batch."""
     opened = open_checkpoint(folder / "target")
@@ -182,6 +182,10 @@ def test_texts_are_the_targets_own(folder, tmp_path, capsys):
             assert target.head(hidden)[0, t.start - 1:-1].argmax(-1).tolist() == t.tokens[t.start:].tolist()
     (tmp_path / "0002.safetensors").unlink()
     assert [t.tokens.tolist() for t in write()] == [t.tokens.tolist() for t in texts]
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    monkeypatch.setattr(train_data, "BATCH", 7)
+    assert [t.tokens.tolist() for t in write()] == [t.tokens.tolist() for t in texts]
     with pytest.raises(ValueError, match=r"layers \[0, 1\], not \[1\]"):
         train_data.read_texts(tmp_path, (1,))
 
@@ -189,15 +193,15 @@ def test_texts_are_the_targets_own(folder, tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["plain.txt", "plain.txt.xz"])
 def test_plain_text_is_read_as_the_target_reads_it(folder, tmp_path, kind, monkeypatch, capsys):
     """Pieces in a fixed order, features of each token, never held out, only in the first half of training.  Kills: a piece
-    that continues the one before it in the cache; the last, smaller group lost or filled up; plain text held out."""
+    that continues the one before it in the cache; the last, smaller group or shard lost, or filled up; plain text in the second half."""
     monkeypatch.setattr(train_data, "PASSAGE", 8)
     monkeypatch.setattr(train_data, "FEW", 3)
-    prose = "the theme of them is there\n" * 12
+    prose = "the theme of them is there\n" * 13
     (tmp_path / kind).write_bytes(lzma.compress(prose.encode()) if kind.endswith("xz") else prose.encode())
     opened = open_checkpoint(folder / "target")
     target, texts = opened.load(), tmp_path / "texts"
     passages = train_data.read_passages(tmp_path / kind, opened.tokens)
-    assert len(passages) == len(opened.tokens.encode(prose)) // 8
+    assert len(passages) == len(opened.tokens.encode(prose)) // 8 and len(passages) % 5 and len(passages) % 3
     learned, real = [], train.learn_from
     monkeypatch.setattr(train, "learn_from", lambda m, t, batch, *rest: learned.append(batch) or real(m, t, batch, *rest))
     assert run(folder, "eagle", tmp_path / "out", "--text", tmp_path / kind, "--texts", texts, "--steps", 40) == 0
