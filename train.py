@@ -24,8 +24,8 @@ from draft_trained import KINDS, borrow, fingerprint, own_weights
 from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
 from output import note
-from train_data import (BATCH, TEMPERATURES, Text, is_held_out, read_passages, read_prompts, read_texts, write_passages,
-                        write_texts)
+from train_data import (BATCH, TEMPERATURES, Text, is_held_out, read_passages, read_prompts, read_texts, recorded_taps,
+                        write_passages, write_texts)
 
 ROWS = 4                # texts a step
 WARM_UP = 50            # steps
@@ -141,7 +141,6 @@ def new_drafter(args, target, texts: list[Text], taps: tuple):
     vocab = frequent(target, answers or texts, args.vocab or c.tokens)
     shape = {"eagle": {"taps": taps}, "medusa": {"heads": args.heads}, "draft": {"layers": args.layers, "ffn_dim": args.ffn_dim}}
     model = borrow(KINDS[args.kind](c, vocab, **shape[args.kind]).to(args.device), target)
-    model.columns = [taps.index(i) for i in model.taps]
     {"eagle": start_eagle, "medusa": start_medusa, "draft": start_small}[args.kind](model, target, texts)
     return model, shape[args.kind]
 
@@ -235,6 +234,7 @@ def train(model, target, texts: list[Text], args, about: dict) -> None:
         raise ValueError(f"{len(answers)} texts to learn from and {len(check)} held out: give more prompts")
     optimizer = torch.optim.AdamW(own_weights(model).values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
     at = resume(model, optimizer, args.out) if args.resume else {"step": 0, "epoch": 0, "position": 0, "seconds": 0.0}
+    torch.manual_seed(at["step"])               # of what is dropped out
     begun = said = saved = time.perf_counter()
     before, todo, losses = at["seconds"], [], []
 
@@ -304,15 +304,17 @@ def main(argv=None) -> int:
         if not all(0 <= i < L for i in taps) or taps[-1] != L - 1:
             raise ValueError(f"--taps {' '.join(map(str, taps))}: layers are 0 to {L - 1}, and the last must be {L - 1}, the last "
                              "layer, whose output says what the target would write")
+        recorded = recorded_taps(args.texts, taps)
         passages = read_passages(args.text, opened.tokens) if args.text else []
         stop = time.perf_counter() + 60 * args.text_minutes
-        write_texts(target, opened.tokens, opened.template, read_prompts(args.prompts), taps, args.texts,
+        write_texts(target, opened.tokens, opened.template, read_prompts(args.prompts), recorded, args.texts,
                     lambda: time.perf_counter() > stop, note)
-        write_passages(target, passages[:args.plain], taps, args.texts, lambda: time.perf_counter() > stop, note)
+        write_passages(target, passages[:args.plain], recorded, args.texts, lambda: time.perf_counter() > stop, note)
         if args.kind == "texts":
             return 0
-        texts = read_texts(args.texts, taps)
+        texts = read_texts(args.texts, recorded)
         model, shape = new_drafter(args, target, texts, taps)
+        model.columns = [recorded.index(i) for i in model.taps]
         train(model, target, texts, args, {"kind": args.kind, "target": args.target.name, "fingerprint": fingerprint(target),
                                            "shape": shape, "k": args.heads if args.kind == "medusa" else args.depth})
     except ValueError as error:

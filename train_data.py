@@ -153,6 +153,17 @@ class Text:
     features: Tensor
 
 
+def recorded_taps(folder: Path, wanted: tuple) -> tuple:
+    """The layers whose features the shards of folder hold, `wanted` or more; `wanted` where there is none yet."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            recorded = tuple(json.loads(file.metadata()["taps"]))
+        if missing := [i for i in wanted if i not in recorded]:
+            raise ValueError(f"{folder} holds the layers {recorded}, not {missing[0]}: remove it, or name another by --texts")
+        return recorded
+    return wanted
+
+
 def read_texts(folder: Path, taps) -> list[Text]:
     """All texts of the shards.  ValueError when there are none, or when other layers were tapped."""
     texts = []
