@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafts import guess_noise
 from model import CHUNK, Block, Config, KVCache, Linear, RMSNorm, linear, places, rotate
-from sample import DRAFT, draw, exponential, probs
+from sample import draw, probs
 from speculate import Draft, State
 
 
@@ -79,11 +80,11 @@ def chain_attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], mask: Tensor) 
 class EagleDraft(nn.Module):
     """A chain of K guesses, each drawn from q.  A module, because what it remembers between rounds must be buffers."""
 
-    def __init__(self, model: Eagle, state: State, K: int):
+    def __init__(self, model: Eagle, state: State, K: int, couple: bool = False):
         super().__init__()
         B, S = state.tokens.shape
         weight = model.embed.weight
-        self.model, self.nodes, self.taps = model, K, model.taps
+        self.model, self.nodes, self.taps, self.couple = model, K, model.taps, couple
         self.cache = KVCache(model.config, B, S, weight.device, weight.dtype)
         self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to
         self.register_buffer("guessed", torch.zeros(B, 1, model.config.dim, device=weight.device, dtype=weight.dtype))
@@ -102,15 +103,15 @@ class EagleDraft(nn.Module):
         self.at.copy_(state.pos)
 
     def propose(self, state: State, sampling) -> Draft:
-        steps = torch.arange(self.nodes, device=state.pos.device)
-        at = state.pos[:, None] + 1 + steps
-        race = exponential(sampling.seed[:, None].expand_as(at), DRAFT, at, len(self.model.vocab))
+        race = guess_noise(state, sampling, self.nodes, self.model.vocab, self.couple)          # (B, K, R)
         guessed, tokens, q = self.guessed, [], []
         for i in range(self.nodes):
             if i:
                 guessed = self.model(tokens[-1], guessed, self.at + i - 1, self.cache, state.span)
             q.append(probs(self.model.logits(guessed), sampling))                               # (B, 1, R)
             tokens.append(self.model.vocab[draw(q[-1], race[:, i:i + 1])])
+        if self.couple:
+            return Draft(torch.cat(tokens, 1))
         # R probabilities -> V: the other tokens are never guessed, so their q is 0, which is all that losslessness asks
         q = F.pad(torch.cat(q, 1), (0, 1))[..., self.model.index]
         return Draft(torch.cat(tokens, 1), q)

@@ -53,13 +53,13 @@ def trained_kind(folder: Path) -> str | None:
     return kind
 
 
-def best_shipped(target, models: Path) -> Path | None:
-    """Of the drafters in folder `models` that were trained for this target, the one that keeps most guesses at temperature 0
-    by its own held-out measurement; None where there is none."""
+def best_shipped(target, models: Path, kinds=tuple(KINDS)) -> Path | None:
+    """Of the drafters of these kinds in folder `models` that were trained for this target, the one that keeps most
+    guesses at temperature 0 by its own held-out measurement; None where there is none."""
     found = {}
     for folder in sorted(p for p in models.iterdir() if p.is_dir()) if models.is_dir() else ():
         try:
-            about = read_json(folder / "config.json") if trained_kind(folder) else {}
+            about = read_json(folder / "config.json") if trained_kind(folder) in kinds else {}
         except ValueError:
             continue                                # somebody's damaged folder is no reason not to start
         if about.get("fingerprint") == fingerprint(target):
@@ -103,16 +103,18 @@ def load_trained(folder: Path, target):
     return model.eval().requires_grad_(False)
 
 
-def drafter_of(model, target, state: State, K: int, nodes: int | None = None):
-    """What the round calls, around a model that guesses: a chain of K, or a tree of so many nodes that is at most K deep."""
+def drafter_of(model, target, state: State, K: int, nodes: int | None = None, couple: bool = False):
+    """What the round calls, around a model that guesses: a chain of K, or a tree of so many nodes at most K deep.
+    couple: guesses that are drawn are drawn with the target's noise (drafts.guess_noise)."""
     if isinstance(model, Medusa):
         return MedusaDraft(model, state, K, nodes)
     if isinstance(model, Eagle) and nodes:
         width = max(w for w in range(1, nodes + 1) if (K - 1) * w <= nodes and w <= 10)
         return EagleTree(model, state, K, nodes, width)
     if isinstance(model, Eagle):
-        return EagleDraft(model, state, K)
+        return EagleDraft(model, state, K, couple)
     if nodes:
         raise ValueError("a draft model guesses a chain: leave out --tree")
     weight = target.embed.weight
-    return ModelDraft(model, KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype), K, target.config.tokens)
+    cache = KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype)
+    return ModelDraft(model, cache, K, target.config.tokens, couple)

@@ -12,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sample import DRAFT, draw, exponential, probs
+from sample import DRAFT, TARGET, draw, exponential, probs
 from speculate import Draft, State
+
+
+def guess_noise(state: State, sampling, K: int, V: int | Tensor, couple: bool) -> Tensor:
+    """What the K guesses of a chain are drawn with: noise (B, K, V), or (B, K, R) of the tokens listed in V (R,).
+    couple: the very noise that the target will draw with at each position (Daliri, Musco, Suresh 2024, arXiv
+    2408.07978).  The nearer q is to p, the likelier both draw one token.  Such a guess is returned without q, so that
+    accept_matched judges it: the text is the target's own draws, whoever guessed."""
+    at = state.pos[:, None] + 1 + torch.arange(K, device=state.pos.device)                      # (B, K)
+    return exponential(sampling.seed[:, None].expand_as(at), TARGET if couple else DRAFT, at, V)
 
 
 class NoDraft:
@@ -39,6 +48,10 @@ class NgramDraft:
     def start(self, state, begin, hidden): pass
 
     def propose(self, state: State, sampling) -> Draft:
+        return Draft(self.look_up(state)[0])
+
+    def look_up(self, state: State) -> tuple[Tensor, Tensor]:
+        """-> guesses (B, K), and how many of the newest tokens occurred before (B, 1): 0 or less where none did."""
         tokens, pos = state.tokens[:, :state.span], state.pos[:, None]
         slot = torch.arange(tokens.shape[1], device=pos.device)
         # "a b c a b": the newest tokens are a b; slot 1 ends an earlier a b, so c a b c ... is proposed
@@ -53,7 +66,7 @@ class NgramDraft:
         end = score.argmax(1, keepdim=True)                                 # the longest, of those the most recent
         # Past the newest token the text is taken to repeat with the same period.
         ahead = torch.arange(self.nodes, device=pos.device) % (pos - end).clamp_min(1)
-        return Draft(tokens.gather(1, end + 1 + ahead))
+        return tokens.gather(1, end + 1 + ahead), score.gather(1, end) // tokens.shape[1]
 
     def observe(self, state, out, n, hidden, p): pass
 
@@ -63,29 +76,28 @@ class ModelDraft:
     model's own distribution q under the row's sampling settings."""
     taps = ()
 
-    def __init__(self, model, cache, K: int, V: int):
+    def __init__(self, model, cache, K: int, V: int, couple: bool = False):
         """`cache` is the model's own, as long as the target's; V is the number of the target's real tokens."""
-        self.model, self.cache, self.nodes, self.V = model, cache, K, V
+        self.model, self.cache, self.nodes, self.V, self.couple = model, cache, K, V, couple
+        self.newest = 2                 # how many of the newest tokens the cache may lack, see propose and HybridDraft
         self.context = model.config.context             # generate() goes on without guesses where no row is within it
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.model.prefill(self.known(state.tokens), begin, state.pos, self.cache)
 
     def propose(self, state: State, sampling) -> Draft:
-        steps = torch.arange(self.nodes, device=state.pos.device)
-        at = state.pos[:, None] + 1 + steps                                     # the positions to guess (B, K)
-        race = exponential(sampling.seed[:, None].expand_as(at), DRAFT, at, self.V)
+        race = guess_noise(state, sampling, self.nodes, self.V, self.couple)
         # The newest token and, again, the one before it: after a full acceptance that one was never fed and would
         # leave a hole in the cache; otherwise the same keys and values are written once more.
-        pos, tokens, q = (state.pos - 1).clamp_min(0), [], []           # 0: a row that never began, its budget being 0
-        fed = state.tokens.gather(1, torch.stack((pos, pos + 1), 1))
+        pos, tokens, q = (state.pos + 1 - self.newest).clamp_min(0), [], []     # 0: too short a text is guessed badly
+        fed = state.tokens.gather(1, pos[:, None] + torch.arange(self.newest, device=pos.device))
         for i in range(self.nodes):
             hidden, _ = self.model(self.known(fed), pos, self.cache, state.span)
             q.append(self.law(hidden[:, -1:], sampling))
             pos, fed = pos + fed.shape[1], draw(q[-1], race[:, i:i + 1])
             tokens.append(fed)
         valid = (self.context - state.pos).clamp(0, self.nodes)
-        return Draft(torch.cat(tokens, 1), torch.cat(q, 1), valid=valid)
+        return Draft(torch.cat(tokens, 1), None if self.couple else torch.cat(q, 1), valid=valid)
 
     def law(self, hidden: Tensor, sampling) -> Tensor:
         """hidden (B, 1, dim) -> q (B, 1, V): ids that only one of the two models has are never proposed."""

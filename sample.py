@@ -96,8 +96,9 @@ def uniform(seed: Tensor, role: int, position: Tensor) -> Tensor:
     return open_unit(bits(seed, role, position, 1)).squeeze(-1)
 
 
-def exponential(seed: Tensor, role: int, position: Tensor, V: int) -> Tensor:
-    """Exponential(1) noise: seed, position (...) -> (..., V) float32, positive and finite."""
+def exponential(seed: Tensor, role: int, position: Tensor, V: int | Tensor) -> Tensor:
+    """Exponential(1) noise: seed, position (...) -> (..., V) float32, positive and finite.  V may list tokens (R,):
+    -> (..., R), theirs alone."""
     # log1p keeps full precision where it decides a race, near 0: a token of probability 1e-9 can still win
     return -torch.log1p(-open_unit(bits(seed, role, position, V)))
 
@@ -108,13 +109,15 @@ def open_unit(words: Tensor) -> Tensor:
     return (((words & 0x7FFFFFFF).float() + 0.5) * 2.0 ** -31).clamp_max(1 - 2.0 ** -24)
 
 
-def bits(seed: Tensor, role: int, position: Tensor, n: int) -> Tensor:
-    """seed, position (...) int64 -> (..., n) int32, 32 random bits: a pure function of (seed, role, position, index).
+def bits(seed: Tensor, role: int, position: Tensor, n: int | Tensor) -> Tensor:
+    """seed, position (...) int64 -> (..., n) int32, 32 random bits: a pure function of (seed, role, position, index),
+    for each index below n or each listed in n.
     Three chains hash (seed, role, position) into a 96-bit key; three more rounds spread the key over the indices."""
     low, high, position = (x.to(torch.int32) for x in (seed, (seed >> 32) | (role << 30), position))    # seed < 2**62
     k0, k1, k2 = (mix(mix(mix(low ^ start) ^ high) ^ position)[..., None] for start in STARTS)
+    index = torch.arange(n, dtype=torch.int32, device=seed.device) if isinstance(n, int) else n.to(torch.int32)
     # The bitwise ^ comes first on purpose: arange times a constant is folded into an index expression on CUDA.
-    x = mix(torch.arange(n, dtype=torch.int32, device=seed.device) ^ k0)
+    x = mix(index ^ k0)
     return mix(mix(x + k1) ^ k2)
 
 
