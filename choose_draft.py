@@ -5,6 +5,9 @@ import torch
 
 import tokenizer as tokenizers
 from convert.source import read_json
+from draft_exit import ExitDraft
+from draft_hybrid import HybridDraft
+from draft_jacobi import JacobiDraft
 from draft_trained import best_shipped, drafter_of, load_trained, trained_kind
 from drafts import NgramDraft, NoDraft
 from load import open_checkpoint
@@ -15,33 +18,53 @@ MODELS = Path(__file__).parent / "models"       # where --draft auto looks
 
 
 def pick_drafter(args, target) -> None:
-    """Settle --draft auto and -k: a trained drafter says in its config.json which K it was measured best with."""
+    """Settle --draft auto, ngram+eagle and -k: a trained drafter says in its config.json which K it was measured best
+    with."""
     if args.draft == "auto" and (best := best_shipped(target, MODELS)):
         note(f"drafting with {best}")
     args.draft = str(best or "ngram") if args.draft == "auto" else args.draft
-    folder = Path(args.draft)
+    if args.draft == "ngram+eagle":
+        if not (best := best_shipped(target, MODELS, ("eagle",))):
+            raise ValueError(f"--draft ngram+eagle finds no EAGLE of {args.target} in {MODELS}: train one, train.py")
+        args.draft = f"ngram+{best}"
+    folder = Path(args.draft.removeprefix("ngram+"))
     args.trained = args.draft not in ("none", "ngram") and trained_kind(folder)
     usual = read_json(folder / "config.json").get("k") if args.trained else None
     args.k = 0 if args.draft == "none" else args.k or usual or 4
-    if args.tree and not args.trained:
-        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, not --draft {args.draft}: leave it out")
+    if args.tree and (args.draft.startswith("ngram+") or not args.trained):
+        raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "
+                         "leave it out")
     if args.tree and args.tree < args.k:
         raise ValueError(f"--tree {args.tree} cannot be {args.k} levels deep (-k): give {args.k} nodes or more")
 
 
 def load_drafter(args, target, tokens, state: State):
-    """--draft none, ngram or a folder -> a drafter for the rows of this state."""
-    folder = Path(args.draft)
-    if args.draft == "none":
+    """--draft none, ngram, jacobi, exit:L, a folder, or ngram+ one of those three -> a drafter for the state."""
+    name, lookup = args.draft.removeprefix("ngram+"), args.draft.startswith("ngram+")
+    if lookup and (name in ("", "none", "ngram", "auto") or name.startswith("ngram+")):
+        raise ValueError(f"--draft {args.draft}: what follows ngram+ must be eagle, jacobi, exit:L or a folder")
+    drafter = drafter_named(name, args, target, tokens, state)
+    return HybridDraft(drafter) if lookup else drafter
+
+
+def drafter_named(name: str, args, target, tokens, state: State):
+    if name == "none":
         return NoDraft()
-    if args.draft == "ngram":
+    if name == "ngram":
         return NgramDraft(args.k)
+    if name == "jacobi":
+        return JacobiDraft(state, args.k)
+    if name.startswith("exit:"):
+        layers = name.removeprefix("exit:")
+        return ExitDraft(target, args.k, int(layers) if layers.isdecimal() else layers, args.couple)
+    folder = Path(name)
     if not folder.exists():
-        raise ValueError(f"--draft {args.draft} is neither none, ngram nor a folder made by convert_weights.py or train.py")
+        raise ValueError(f"--draft {args.draft} is neither none, ngram, jacobi, exit:L nor a folder made by "
+                         "convert_weights.py or train.py")
     model = target
     if folder.resolve() != Path(args.target).resolve():
         model = load_draft(folder, target, tokens)
-    return drafter_of(model, target, state, args.k, args.tree)
+    return drafter_of(model, target, state, args.k, args.tree, args.couple)
 
 
 def load_draft(folder: Path, target, tokens):

@@ -152,14 +152,17 @@ def options(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", metavar="DIR", default=DEFAULT_TARGET,
         help="folder made by convert_weights.py, or a checkpoint it could convert (default: %(default)s)")
-    add("--draft", metavar="auto|none|ngram|DIR", default="auto",
-        help="who guesses: the best trained drafter in models/ for this target, else ngram (auto, default); nobody; prompt "
-             "lookup; a smaller model, or what train.py made")
+    add("--draft", metavar="auto|none|ngram|jacobi|exit:L|DIR|ngram+...", default="auto",
+        help="who guesses: the best trained drafter in models/ for this target, else ngram (auto, default); nobody; "
+             "prompt lookup; the target, correcting its own guesses; its first L layers; a smaller model, or what "
+             "train.py made; ngram+eagle, ngram+DIR, ngram+exit:L: lookup where the text repeats, the other elsewhere")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
     add("--tree", type=int, metavar="N",
         help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
     add("--verify", choices=("token", "block"), default="token",
         help="judge a chain of drawn guesses one by one (default), or together: never fewer are kept on average")
+    add("--couple", action="store_true",
+        help="draw guesses with the noise that the target will draw with: a seed gives one text, whoever guesses")
     add("--prompt", action="append", default=[], metavar="TEXT",
         help="repeatable: each is a row of the batch; - reads stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -191,6 +194,8 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
+    need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
+         "and one drawn with --couple is only compared with the target's own draw: leave one of them out")
     need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
     Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
@@ -298,7 +303,7 @@ def run_prompts(args, target, tokens, template) -> int:
     for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
         if args.json:
             stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "verify": args.verify,
-                     "seed": args.seed + i}
+                     "couple": args.couple, "seed": args.seed + i}
             print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish,
                               "stats": row.stats() | stats}))
         else:

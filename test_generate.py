@@ -25,7 +25,7 @@ V, END = len(PIECES) + 2, len(PIECES) + 1
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SMILE = [b"\xf0", b"\x9f", b"\x99", b"\x82", b" ", b"H", b"e", b"l", b"lo", b"!"]     # "scripted" writes this after "!"
-STATS = "new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s compile_s draft k verify seed".split()
+STATS = "new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s compile_s draft k verify couple seed".split()
 
 
 # ---- models and tools
@@ -157,9 +157,16 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--target {m}/bald": "Convert the checkpoint again", "--target {m}/cut": "Convert the checkpoint again",
     "--target {m}/mute": "tokenizer missing or damaged",
     "--chat --target {m}/bare": "bare has no chat template: use --raw",
-    "--draft ngrm": "neither none, ngram nor a folder", "--draft {m}/no": "convert_weights.py makes",
+    "--draft ngrm": "neither none, ngram, jacobi, exit:L nor a folder",
+    "--draft exit:0": "whole number of layers in 1..1", "--draft exit:2": "fewer than the target's 2",
+    "--draft exit:x": "exit:x must", "--draft exit:": "exit: must", "--draft exit:-1": "in 1..1",
+    "--draft exit:1.5": "in 1..1",
+    "--draft ngram+exit:7": "in 1..1", "--draft ngram+ngram": "follows ngram+", "--draft ngram+": "follows ngram+",
+    "--draft ngram+none": "follows ngram+", "--draft ngram+ngram+jacobi": "follows ngram+",
+    "--tree 4 --draft ngram+jacobi": "leave it out",
+    "--draft ngram+ngrm": "nor a folder", "--draft {m}/no": "convert_weights.py makes",
     "--draft {m}/cut": "model.safetensors: ", "--draft {m}/other": "does not share the target's tokenizer: token 257",
-    "--draft {m}/moved": "token 263 is b",
+    "--draft {m}/moved": "token 263 is b", "--verify block --couple": "leave one of them out",
     "--interactive --target {m}/bare": "bare has no chat template: use --prompt",
     "--interactive --prompt a": "leave out --prompt", "--interactive --json": "leave out --json"}
 
@@ -234,14 +241,16 @@ def test_json_rows(models, run, rows, tmp_path, monkeypatch):
 
 
 def test_drafts_do_not_change_the_text(rows):
-    """Case 16, and a draft's shorter context.  Killed: the seed ignored; `head` that keeps padding rows."""
+    """Case 16, and a draft's shorter context.  Killed: the seed ignored; `head` keeping padding rows; --couple lost."""
     ask = ["--prompt", "hello", "--prompt", "the other thing", "--max-new-tokens", "40"]
     plain = [row["tokens"] for row in rows(*ask, "--draft", "none")]
-    for draft in ("ngram", "{m}/near", "{m}/larger", "{m}/more", "{m}/fewer", "{m}/short", "{m}/target"):
+    for draft in ("ngram", "jacobi", "exit:1", "ngram+exit:1", "ngram+{m}/near", "ngram+{m}/short", "{m}/near",
+                  "{m}/larger", "{m}/more", "{m}/fewer", "{m}/short", "{m}/target"):
         assert [row["tokens"] for row in rows(*ask, "--draft", draft, "-k", "3")] == plain, draft
     warm = [*ask, "--temperature", "1", "--top-k", "20", "--draft"]
-    none, ngram, other = (rows(*warm, *more)[1]["text"] for more in (["none"], ["ngram"], ["none", "--seed", "5"]))
-    assert none == ngram != other
+    none, ngram, near, other = (rows(*warm, *more)[1]["text"] for more in (
+        ["none"], ["ngram"], ["{m}/near", "--couple"], ["none", "--seed", "5"]))
+    assert none == ngram == near != other
 
 
 @pytest.mark.parametrize("prompt, new, text, finish, tried", [
