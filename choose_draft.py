@@ -8,6 +8,7 @@ from convert.source import read_json
 from draft_exit import ExitDraft
 from draft_hybrid import HybridDraft
 from draft_jacobi import JacobiDraft
+from draft_lookahead import LookaheadDraft
 from draft_trained import best_shipped, drafter_of, load_trained, trained_kind
 from drafts import NgramDraft, NoDraft
 from load import open_checkpoint
@@ -18,8 +19,8 @@ MODELS = Path(__file__).parent / "models"       # where --draft auto looks
 
 
 def pick_drafter(args, target) -> None:
-    """Settle --draft auto, ngram+eagle and -k: a trained drafter says in its config.json which K it was measured best
-    with."""
+    """Settle --draft auto and ngram+eagle, -k and how many nodes a round has: a trained drafter says in its config.json which
+    K it was measured best with."""
     if args.draft == "auto" and (best := best_shipped(target, MODELS)):
         note(f"drafting with {best}")
     args.draft = str(best or "ngram") if args.draft == "auto" else args.draft
@@ -27,21 +28,35 @@ def pick_drafter(args, target) -> None:
         if not (best := best_shipped(target, MODELS, ("eagle",))):
             raise ValueError(f"--draft ngram+eagle finds no EAGLE of {args.target} in {MODELS}: train one, train.py")
         args.draft = f"ngram+{best}"
-    folder = Path(args.draft.removeprefix("ngram+"))
-    args.trained = args.draft not in ("none", "ngram") and trained_kind(folder)
-    usual = read_json(folder / "config.json").get("k") if args.trained else None
-    args.k = 0 if args.draft == "none" else args.k or usual or 4
-    if args.tree and (args.draft.startswith("ngram+") or not args.trained):
+    name, alone = args.draft.removeprefix("ngram+"), not args.draft.startswith("ngram+")
+    args.trained = trained_kind(Path(name))
+    usual = read_json(Path(name) / "config.json").get("k") if args.trained else None
+    args.k, args.nodes = 0 if name == "none" else args.k or usual or 4, args.tree
+    if name.partition(":")[0] == "lookahead":
+        W, N, G = lookahead_sizes(name)
+        args.k, args.nodes = N - 1, (W + G) * (N - 1) - 1
+    if args.tree and not (args.trained and alone):
         raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "
                          "leave it out")
     if args.tree and args.tree < args.k:
         raise ValueError(f"--tree {args.tree} cannot be {args.k} levels deep (-k): give {args.k} nodes or more")
+    args.nodes = args.nodes or args.k
+
+
+def lookahead_sizes(name: str) -> tuple[int, int, int]:
+    """lookahead or lookahead:W,N,G -> columns of the window, tokens of an n-gram, n-grams verified a round."""
+    given = name.partition(":")[2].split(",") if ":" in name else ["5", "3", "3"]
+    W, N, G = (int(x) if x.isdecimal() else 0 for x in given) if len(given) == 3 else (0, 0, 0)
+    if not (W >= 1 and N >= 2 and G >= 1 and (W + G) * (N - 1) <= 64):
+        raise ValueError(f"--draft {name} must be lookahead:W,N,G with W >= 1, N >= 2, G >= 1 and (W + G) * (N - 1) <= 64 "
+                         "tokens fed a round, as lookahead:5,3,3")
+    return W, N, G
 
 
 def load_drafter(args, target, tokens, state: State):
-    """--draft none, ngram, jacobi, exit:L, a folder, or ngram+ one of those three -> a drafter for the state."""
+    """--draft none, ngram, jacobi, lookahead, exit:L or a folder, or a chain of those behind ngram+ -> a drafter."""
     name, lookup = args.draft.removeprefix("ngram+"), args.draft.startswith("ngram+")
-    if lookup and (name in ("", "none", "ngram", "auto") or name.startswith("ngram+")):
+    if lookup and name.partition(":")[0].partition("+")[0] in ("", "none", "ngram", "auto", "lookahead"):
         raise ValueError(f"--draft {args.draft}: what follows ngram+ must be eagle, jacobi, exit:L or a folder")
     drafter = drafter_named(name, args, target, tokens, state)
     return HybridDraft(drafter) if lookup else drafter
@@ -54,12 +69,14 @@ def drafter_named(name: str, args, target, tokens, state: State):
         return NgramDraft(args.k)
     if name == "jacobi":
         return JacobiDraft(state, args.k)
+    if name.partition(":")[0] == "lookahead":
+        return LookaheadDraft(state, *lookahead_sizes(name))
     if name.startswith("exit:"):
         layers = name.removeprefix("exit:")
         return ExitDraft(target, args.k, int(layers) if layers.isdecimal() else layers, args.couple)
     folder = Path(name)
     if not folder.exists():
-        raise ValueError(f"--draft {args.draft} is neither none, ngram, jacobi, exit:L nor a folder made by "
+        raise ValueError(f"--draft {args.draft} is neither none, ngram, jacobi, lookahead, exit:L nor a folder made by "
                          "convert_weights.py or train.py")
     model = target
     if folder.resolve() != Path(args.target).resolve():

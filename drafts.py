@@ -4,7 +4,8 @@
     taps                            the target's layers whose outputs it wants to see
     start(state, begin, hidden)     positions [begin, pos) were just fed to the target: catch up.  hidden (B, P, .)
     propose(state, sampling)        -> Draft; may scratch its own cache at slots >= pos, nothing else
-    observe(state, out, n, hidden, p)   what the round brought; rows 0..n of hidden (B, K+1, .) are the tokens it fed
+    observe(state, out, n, hidden, p)   what the round brought; rows 0..n of hidden (B, K+1, .) are the tokens it fed;
+                                    what its Draft asked to be watched follows
 
 No base class: the round calls these names and knows nothing else.
 """

@@ -152,10 +152,11 @@ def options(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", metavar="DIR", default=DEFAULT_TARGET,
         help="folder made by convert_weights.py, or a checkpoint it could convert (default: %(default)s)")
-    add("--draft", metavar="auto|none|ngram|jacobi|exit:L|DIR|ngram+...", default="auto",
+    add("--draft", metavar="auto|none|ngram|jacobi|lookahead|exit:L|DIR|ngram+...", default="auto",
         help="who guesses: the best trained drafter in models/ for this target, else ngram (auto, default); nobody; "
-             "prompt lookup; the target, correcting its own guesses; its first L layers; a smaller model, or what "
-             "train.py made; ngram+eagle, ngram+DIR, ngram+exit:L: lookup where the text repeats, the other elsewhere")
+             "prompt lookup; the target, correcting its own guesses, or also keeping n-grams of them (lookahead:W,N,G); its "
+             "first L layers; a smaller model, or what train.py made; ngram+eagle, ngram+DIR, ngram+exit:L: lookup where "
+             "the text repeats, the other elsewhere")
     add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
     add("--tree", type=int, metavar="N",
         help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
@@ -193,6 +194,8 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(message)
     need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
+    need(args.k is None or not args.draft.startswith("lookahead"),
+         f"-k {args.k} has no meaning with --draft lookahead: give lookahead:W,N,G, it guesses N - 1")
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
          "and one drawn with --couple is only compared with the target's own draw: leave one of them out")
@@ -244,7 +247,7 @@ class Engine:
         B = max(1, len(args.prompt))
         pick_drafter(args, target)
         self.args, self.target, self.tokens = args, target, tokens
-        self.state = make_state(target, B, longest, args.tree or args.k, tokens.eos)
+        self.state = make_state(target, B, longest, args.nodes, tokens.eos)
         self.drafter = load_drafter(args, target, tokens, self.state)
         self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
         how = {"block": True} if args.verify == "block" else {}

@@ -55,6 +55,7 @@ class Draft:
     q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen, not drawn
     tree: Tree | None = None        # None: a chain, guess i follows guess i - 1
     valid: Tensor | None = None     # (B,): only the first so many count; None: all
+    watched: int = 0                # of a tree: observe() gets the rows of the last so many as well, after the path's
 
 
 class Reseeded:
@@ -159,6 +160,12 @@ def accept_matched(tokens: Tensor, tree: Tree | None, p: Tensor, seed: Tensor, p
     return n, own.gather(1, path), path
 
 
+def along(path: Tensor, rows: Tensor, watched: int) -> Tensor:
+    """rows (B, N+1, .) of all nodes -> those of the path (B, K+1, .), then those of the last `watched` nodes."""
+    kept = rows.gather(1, path[..., None].expand(-1, -1, rows.shape[-1]))
+    return torch.cat((kept, rows[:, rows.shape[1] - watched:]), 1)
+
+
 def commit(state: State, out: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Append out[:, :n+1] (B, K+1) to each live row, up to its first EOS and its limit: the one place where text
     grows.  -> n (B,) kept guesses among them, new (B,) tokens appended."""
@@ -189,7 +196,8 @@ def speculate(target, drafter, state: State, sampling, block: bool = False) -> R
         n, out, path = accept_matched(draft.tokens, draft.tree, p, sampling.seed, state.pos, draft.valid)
         if draft.tree is not None:              # past these two lines a tree is a chain: no drafter knows trees
             state.cache.compact(state.pos, path)
-            hidden, p = (t.gather(1, path[..., None].expand(-1, -1, t.shape[-1])) for t in (hidden, p))
+            hidden, p = (along(path, rows, draft.watched) for rows in (hidden, p))
     n, new = commit(state, out, n)
     drafter.observe(state, out, n, hidden, p)
-    return Round(out, n, new, torch.full_like(n, out.shape[1] - 1) if draft.valid is None else draft.valid)
+    K = out.shape[1] - 1
+    return Round(out, n, new, torch.full_like(n, K) if draft.valid is None else draft.valid.clamp_max(K))
