@@ -157,7 +157,7 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--target {m}/bald": "Convert the checkpoint again", "--target {m}/cut": "Convert the checkpoint again",
     "--target {m}/mute": "tokenizer missing or damaged",
     "--chat --target {m}/bare": "bare has no chat template: use --raw",
-    "--draft ngrm": "neither none, ngram, jacobi, exit:L nor a folder",
+    "--draft ngrm": "neither none, ngram, jacobi, lookahead, exit:L nor a folder",
     "--draft exit:0": "whole number of layers in 1..1", "--draft exit:2": "fewer than the target's 2",
     "--draft exit:x": "exit:x must", "--draft exit:": "exit: must", "--draft exit:-1": "in 1..1",
     "--draft exit:1.5": "in 1..1",
@@ -167,6 +167,11 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--draft ngram+ngrm": "nor a folder", "--draft {m}/no": "convert_weights.py makes",
     "--draft {m}/cut": "model.safetensors: ", "--draft {m}/other": "does not share the target's tokenizer: token 257",
     "--draft {m}/moved": "token 263 is b", "--verify block --couple": "leave one of them out",
+    "--draft lookahead:0,3,3": "as lookahead:5,3,3", "--draft lookahead:5,1,3": "W >= 1, N >= 2, G >= 1",
+    "--draft lookahead:5,3": "lookahead:W,N,G", "--draft lookahead:": "lookahead:W,N,G", "--draft lookahead:a,b,c": "W,N,G",
+    "--draft lookahead:31,3,2": "<= 64", "--draft lookahead:5,3,-1": "lookahead:W,N,G", "--draft ngram+lookahead": "follows ngram+",
+    "--draft lookahead -k 2": "-k 2 has no meaning", "--draft lookahead --tree 8": "--tree 8 needs a drafter",
+    "--draft lookahead --verify block": "of --draft lookahead are chosen: leave --verify out",
     "--interactive --target {m}/bare": "bare has no chat template: use --prompt",
     "--interactive --prompt a": "leave out --prompt", "--interactive --json": "leave out --json"}
 
@@ -247,10 +252,11 @@ def test_drafts_do_not_change_the_text(rows):
     for draft in ("ngram", "jacobi", "exit:1", "ngram+exit:1", "ngram+{m}/near", "ngram+{m}/short", "{m}/near",
                   "{m}/larger", "{m}/more", "{m}/fewer", "{m}/short", "{m}/target"):
         assert [row["tokens"] for row in rows(*ask, "--draft", draft, "-k", "3")] == plain, draft
+    assert [row["tokens"] for row in rows(*ask, "--draft", "lookahead:4,4,3")] == plain
     warm = [*ask, "--temperature", "1", "--top-k", "20", "--draft"]
-    none, ngram, near, other = (rows(*warm, *more)[1]["text"] for more in (
-        ["none"], ["ngram"], ["{m}/near", "--couple"], ["none", "--seed", "5"]))
-    assert none == ngram == near != other
+    none, ngram, ahead, near, other = (rows(*warm, *more)[1]["text"] for more in (
+        ["none"], ["ngram"], ["lookahead"], ["{m}/near", "--couple"], ["none", "--seed", "5"]))
+    assert none == ngram == ahead == near != other
 
 
 @pytest.mark.parametrize("prompt, new, text, finish, tried", [
