@@ -11,7 +11,7 @@ import bench_peers
 import tokenizer as tokenizers
 from bench_measure import curve, measure
 from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
-from choose_draft import load_draft
+from choose_draft import load_draft, needs_weights, sizes
 from draft_eagle import Eagle
 from draft_medusa import Medusa
 from generate import DEFAULT_TARGET, Parser
@@ -93,7 +93,7 @@ def options(argv=None) -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--target", default=DEFAULT_TARGET, metavar="DIR")
-    add("--draft", nargs="+", default=[], metavar="DIR", help="also measure these: draft models, or what train.py made")
+    add("--draft", nargs="+", default=[], metavar="NAME", help="also measure these, named as for generate.py")
     add("--tree", type=int, nargs="+", default=[], metavar="N", help="also measure trees of N nodes, of trained drafters")
     add("--shape", choices=DRAFT_OF, metavar="NAME", help=f"random weights of real geometry: {', '.join(DRAFT_OF)}")
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
@@ -179,7 +179,8 @@ def load(options):
             f"synthetic weights, {options.shape} with draft {name}, agreement {measured:.2f}")
     opened = open_checkpoint(options.target)
     target, tokens, template = opened.load(options.device, options.dtype), opened.tokens, opened.template
-    drafts = {Path(folder).name: load_draft(Path(folder), target, tokens) for folder in options.draft}
+    folders = [name.removeprefix("ngram+") for name in options.draft if needs_weights(name)]
+    drafts = {Path(folder).name: load_draft(Path(folder), target, tokens) for folder in folders}
     texts = PROMPTS
     if options.prompts:
         texts = {"held out": [p for p in read_prompts(options.prompts) if is_held_out(p)][:options.most_prompts]}
@@ -192,11 +193,20 @@ def load(options):
 def plan(options, drafts: dict) -> list[tuple[str, int]]:
     """What is measured, as drafter_for reads it: (name, K)."""
     judged = ["" if verify == "token" else ", block" for verify in dict.fromkeys(options.verify)]
-    chains = [(name + how, K) for name, model in drafts.items() for how in judged for K in options.k
-              if K <= getattr(model, "heads", K)]
-    trees = [(f"{name}, tree {N}", K) for name, model in drafts.items() if type(model) in (Eagle, Medusa) for N in options.tree
-             for K in options.k if 1 < K <= min(N, getattr(model, "heads", N))]
+    names = {short(name): drafts.get(short(name).removeprefix("ngram+")) for name in options.draft} or drafts
+    chains = [(name + how, K) for name, model in names.items() if not name.startswith("lookahead") for how in judged
+              for K in options.k if K <= getattr(model, "heads", K)]
+    chains += [(name, sizes(name, 0)[0]) for name in names if name.startswith("lookahead")]
+    trees = [(f"{name}, tree {N}", K) for name, model in names.items() if type(model) in (Eagle, Medusa) for N in options.tree
+             for K in options.k if 1 < K <= min(N, getattr(model, "heads", N)) and not name.startswith("ngram+")]
     return [("none", 0)] + [("ngram", K) for K in options.k] + (chains + trees or [("self", 4)])
+
+
+def short(name: str) -> str:
+    """A --draft by what its folder is called."""
+    if not needs_weights(name):
+        return name
+    return "ngram+" * name.startswith("ngram+") + Path(name.removeprefix("ngram+")).name
 
 
 def run(options) -> int:

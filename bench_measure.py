@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from draft_trained import drafter_of
-from drafts import NgramDraft, NoDraft
+from choose_draft import drafter_named, sizes
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
 from sample import Sampling
 from speculate import Draft, State, accept_block, accept_matched, accept_sampled, commit, verify
@@ -70,15 +69,10 @@ class Setup:
 
 
 def drafter_for(name: str, K: int, target, drafts: dict, state):
-    """none, ngram, self (the target, which is always right and never worth it), or one of `drafts`, {name: model}; behind a
-    comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep)."""
-    if name == "none":
-        return NoDraft()
-    if name == "ngram":
-        return NgramDraft(K)
-    label, _, how = name.partition(", ")
-    model = target if label == "self" else drafts[label]
-    return drafter_of(model, target, state, K, nodes_of(name))
+    """As --draft names it, `drafts` {name: model} being what is loaded, and self the target (always right, never worth it);
+    behind a comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep)."""
+    load = (drafts | {"self": target}).__getitem__
+    return drafter_named(name.partition(", ")[0], target, state, K, load, nodes_of(name))
 
 
 def nodes_of(name: str) -> int | None:
@@ -89,7 +83,7 @@ def nodes_of(name: str) -> int | None:
 def parts(target, drafter, state, sampling, block: bool = False) -> dict:
     """The round's three parts, each compiled by itself, as functions to time: propose and observe; verify; accept and
     commit, a tree's path moved too."""
-    state.span = slots(64)
+    state.span = min(state.tokens.shape[1], slots(64))
 
     def drafting(hidden):
         draft = drafter.propose(state, sampling)
@@ -134,15 +128,15 @@ def decode(target, setup: Setup, sampling, ids, max_new, step) -> tuple[float, i
 @torch.no_grad()
 def measure(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
     """One row for each (drafter, K) of the plan and kind of prompt: prompts is {kind: [ids]}."""
-    sizes = [len(ids) for kind in prompts.values() for ids in kind]
-    shortest, length = min(sizes), max(sizes) + options.max_new_tokens
+    lengths = [len(ids) for kind in prompts.values() for ids in kind]
+    shortest, length = min(lengths), max(lengths) + options.max_new_tokens
     if length > target.config.context:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: prompt and text do not fit a context of "
                          f"{target.config.context}")
     step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
     steps = {name: partial(step, block=True) if name.endswith(", block") else step for name, _ in plan}
     for name, K in plan:
-        state = make_state(target, 1, length, nodes_of(name) or K, eos)
+        state = make_state(target, 1, length, sizes(name, K, nodes_of(name))[1], eos)
         drafter = drafter_for(name, K, target, drafts, state)
         start = time.perf_counter()
         span = slots(shortest)

@@ -31,16 +31,21 @@ def pick_drafter(args, target) -> None:
     name, alone = args.draft.removeprefix("ngram+"), not args.draft.startswith("ngram+")
     args.trained = trained_kind(Path(name))
     usual = read_json(Path(name) / "config.json").get("k") if args.trained else None
-    args.k, args.nodes = 0 if name == "none" else args.k or usual or 4, args.tree
-    if name.partition(":")[0] == "lookahead":
-        W, N, G = lookahead_sizes(name)
-        args.k, args.nodes = N - 1, (W + G) * (N - 1) - 1
+    args.k = 0 if name == "none" else args.k or usual or 4
     if args.tree and not (args.trained and alone):
         raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "
                          "leave it out")
     if args.tree and args.tree < args.k:
         raise ValueError(f"--tree {args.tree} cannot be {args.k} levels deep (-k): give {args.k} nodes or more")
-    args.nodes = args.nodes or args.k
+    args.k, args.nodes = sizes(name, args.k, args.tree)
+
+
+def sizes(name: str, K: int, tree: int | None = None) -> tuple[int, int]:
+    """-> how many guesses of a round can be kept, how many nodes are fed: K of each but for trees and lookahead."""
+    if name.partition(":")[0] == "lookahead":
+        W, N, G = lookahead_sizes(name)
+        return N - 1, (W + G) * (N - 1) - 1
+    return K, tree or K
 
 
 def lookahead_sizes(name: str) -> tuple[int, int, int]:
@@ -54,34 +59,42 @@ def lookahead_sizes(name: str) -> tuple[int, int, int]:
 
 
 def load_drafter(args, target, tokens, state: State):
-    """--draft none, ngram, jacobi, lookahead, exit:L or a folder, or a chain of those behind ngram+ -> a drafter."""
-    name, lookup = args.draft.removeprefix("ngram+"), args.draft.startswith("ngram+")
-    if lookup and name.partition(":")[0].partition("+")[0] in ("", "none", "ngram", "auto", "lookahead"):
+    """--draft as pick_drafter left it -> a drafter for the rows of this state."""
+    def load(name: str):
+        folder = Path(name)
+        if not folder.exists():
+            raise ValueError(f"--draft {args.draft} is neither none, ngram, jacobi, lookahead, exit:L nor a folder made by "
+                             "convert_weights.py or train.py")
+        return target if folder.resolve() == Path(args.target).resolve() else load_draft(folder, target, tokens)
+
+    after = args.draft.removeprefix("ngram+")
+    if after != args.draft and after.partition(":")[0].partition("+")[0] in ("", "none", "ngram", "auto", "lookahead"):
         raise ValueError(f"--draft {args.draft}: what follows ngram+ must be eagle, jacobi, exit:L or a folder")
-    drafter = drafter_named(name, args, target, tokens, state)
-    return HybridDraft(drafter) if lookup else drafter
+    return drafter_named(args.draft, target, state, args.k, load, args.tree, args.couple)
 
 
-def drafter_named(name: str, args, target, tokens, state: State):
+def drafter_named(name: str, target, state: State, K: int, load, tree: int | None = None, couple: bool = False):
+    """none, ngram, jacobi, lookahead:W,N,G, exit:L, ngram+ another chain, or the name of a model that load() knows."""
+    if name.startswith("ngram+"):
+        return HybridDraft(drafter_named(name.removeprefix("ngram+"), target, state, K, load, tree, couple))
     if name == "none":
         return NoDraft()
     if name == "ngram":
-        return NgramDraft(args.k)
+        return NgramDraft(K)
     if name == "jacobi":
-        return JacobiDraft(state, args.k)
+        return JacobiDraft(state, K)
     if name.partition(":")[0] == "lookahead":
         return LookaheadDraft(state, *lookahead_sizes(name))
     if name.startswith("exit:"):
         layers = name.removeprefix("exit:")
-        return ExitDraft(target, args.k, int(layers) if layers.isdecimal() else layers, args.couple)
-    folder = Path(name)
-    if not folder.exists():
-        raise ValueError(f"--draft {args.draft} is neither none, ngram, jacobi, lookahead, exit:L nor a folder made by "
-                         "convert_weights.py or train.py")
-    model = target
-    if folder.resolve() != Path(args.target).resolve():
-        model = load_draft(folder, target, tokens)
-    return drafter_of(model, target, state, args.k, args.tree, args.couple)
+        return ExitDraft(target, K, int(layers) if layers.isdecimal() else layers, couple)
+    return drafter_of(load(name), target, state, K, tree, couple)
+
+
+def needs_weights(name: str) -> bool:
+    """Whether this --draft names a folder, behind ngram+ or not."""
+    kind = name.removeprefix("ngram+").partition(":")[0]
+    return kind not in ("none", "ngram", "jacobi", "lookahead", "exit")
 
 
 def load_draft(folder: Path, target, tokens):

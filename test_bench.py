@@ -114,6 +114,19 @@ def test_the_curve_has_every_point(eager, tmp_path, capsys):
         assert r["a_ms"] + 2 * r["b_ms"] == pytest.approx(sum(x["verify_ms"] for x in line) / 3)
 
 
+def test_drafters_without_weights_are_measured_too(eager, tmp_path):
+    """Kills: a lookahead round for every -k; its window not counted as fed; ngram+ lost from the name."""
+    hf_folder(tmp_path / "hf")
+    (tmp_path / "prompts.txt").write_text("\n".join(f"the {i}" for i in range(60)))
+    argv = ["--target", str(tmp_path / "hf"), *eager[2:], "-k", "1", "2", "--all", "--json", str(tmp_path / "rows.json"),
+            "--prompts", str(tmp_path / "prompts.txt"), "--most-prompts", "1"]
+    assert bench.main([*argv, "--draft", "jacobi", "exit:1", "lookahead:3,4,2", "ngram+exit:1", f"ngram+{tmp_path}/hf"]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(r["draft"], r["k"]) for r in rows] == [
+        ("none", 0), ("ngram", 1), ("ngram", 2), ("jacobi", 1), ("jacobi", 2), ("exit:1", 1), ("exit:1", 2), ("ngram+exit:1", 1),
+        ("ngram+exit:1", 2), ("ngram+hf", 1), ("ngram+hf", 2), ("lookahead:3,4,2", 3)]
+
+
 def test_prompts_of_a_file_are_those_held_out(tmp_path):
     """Kills: prompts that were trained on; more than asked for."""
     hf_folder(tmp_path / "hf")

@@ -161,7 +161,7 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--draft exit:0": "whole number of layers in 1..1", "--draft exit:2": "fewer than the target's 2",
     "--draft exit:x": "exit:x must", "--draft exit:": "exit: must", "--draft exit:-1": "in 1..1",
     "--draft exit:1.5": "in 1..1",
-    "--draft ngram+exit:7": "in 1..1", "--draft ngram+ngram": "follows ngram+", "--draft ngram+": "follows ngram+",
+    "--draft ngram+ngram": "follows ngram+", "--draft ngram+": "follows ngram+",
     "--draft ngram+none": "follows ngram+", "--draft ngram+ngram+jacobi": "follows ngram+",
     "--tree 4 --draft ngram+jacobi": "leave it out",
     "--draft ngram+ngrm": "nor a folder", "--draft {m}/no": "convert_weights.py makes",
