@@ -16,8 +16,9 @@ class ExitDraft:
     """A chain of K guesses, each drawn from what the first `layers` layers say.  It has no cache of its own: what those
     layers keep of the text is what the target keeps.
 
-    So it writes to the target's cache, at slots >= pos.  Nothing past pos counts between rounds, and verify feeds the
-    same tokens to the same slots of the same layers before it reads them: the same keys and values once more."""
+    So it writes to the target's cache, at slots >= pos.  Nothing there counts between rounds, and verify writes all of
+    those slots before it reads them: with the very keys and values they have, feeding the same tokens to the same
+    layers."""
     taps = ()
 
     def __init__(self, target, K: int, layers: int, couple: bool = False):

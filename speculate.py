@@ -52,7 +52,7 @@ class Tree(nn.Module):
 @dataclass
 class Draft:
     tokens: Tensor                  # (B, N) guesses; of two equal siblings in a tree the second is never reached
-    q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen, not drawn
+    q: Tensor | None = None         # (B, N, V) float32, the very tensor each was drawn from; None: chosen, or coupled
     tree: Tree | None = None        # None: a chain, guess i follows guess i - 1
     valid: Tensor | None = None     # (B,): only the first so many count; None: all
     watched: int = 0                # of a tree: observe() gets the rows of the last so many as well, after the path's

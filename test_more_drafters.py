@@ -278,7 +278,7 @@ def test_greedy_text_is_plain(kind, K):
         assert any(kept for step in rounds for _, kept in step), "nothing was ever kept: this test says nothing"
 
 
-@pytest.mark.parametrize("kind", ["exit", "jacobi", "ngram+exit", "ngram+near", "ngram+eagle"])
+@pytest.mark.parametrize("kind", ["ngram+exit", "ngram+jacobi"])
 def test_no_value_of_the_round_is_read_on_the_host(kind):
     ops = traced_ops(drafter_for(kind, 3, new_state(3, S=512)), 3)
     assert len(ops) > 50 and not [op for op in ops if any(word in op for word in FORBIDDEN)]
