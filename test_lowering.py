@@ -14,6 +14,9 @@ import torch
 
 import generate
 from draft_eagle import Eagle, EagleDraft, EagleTree
+from draft_exit import ExitDraft
+from draft_hybrid import HybridDraft
+from draft_lookahead import LookaheadDraft
 from draft_medusa import Medusa, MedusaDraft
 from draft_trained import borrow
 from drafts import ModelDraft, NgramDraft
@@ -87,8 +90,10 @@ def round_of(kind: str, truncates=False, K=K):
     """Arguments of speculate."""
     target, state = model(), State(cache(), B, S, (2,), "meta")
     state.span = SPAN                   # as for a text much shorter than its cache
-    drafter = {"ngram": lambda: NgramDraft(K), "model": lambda: ModelDraft(model(), cache(), K, V), "tree": TreeDraft,
-               "eagle": lambda: EagleDraft(trained(Eagle, target, taps=(0, 1)), state, K),
+    eagle = lambda: EagleDraft(trained(Eagle, target, taps=(0, 1)), state, K)
+    drafter = {"ngram": lambda: NgramDraft(K), "exit": lambda: ExitDraft(target, K, 1), "eagle": eagle,
+               "lookahead": lambda: LookaheadDraft(state, 3, 3, 2), "hybrid": lambda: HybridDraft(eagle()),
+               "model": lambda: ModelDraft(model(), cache(), K, V), "tree": TreeDraft,
                "eagle tree": lambda: EagleTree(trained(Eagle, target, taps=(0, 1)), state, K, 5, 2),
                "medusa tree": lambda: MedusaDraft(trained(Medusa, target, heads=K), state, K, 5)}[kind]()
     return target, drafter, state, settings(truncates)
@@ -130,6 +135,9 @@ STEPS = {       # name -> (function, its arguments, made on meta), and what may 
     f"round, EagleDraft, K = {K}": (speculate, lambda: round_of("eagle"), {ATTENTION: 2 + K}),
     f"round, EagleTree, 5 nodes, {K} levels": (speculate, lambda: round_of("eagle tree"), {ATTENTION: 2 + K, TOPK: K}),
     "round, MedusaDraft, 5 nodes": (speculate, lambda: round_of("medusa tree"), {ATTENTION: 2, TOPK: 1}),
+    f"round, ExitDraft, one layer, K = {K}": (speculate, lambda: round_of("exit"), {ATTENTION: 2 + K}),
+    "round, LookaheadDraft, W = 3, N = 3, G = 2": (speculate, lambda: round_of("lookahead"), {ATTENTION: 2}),
+    f"round, n-gram + EagleDraft, K = {K}": (speculate, lambda: round_of("hybrid"), {ATTENTION: 2 + K}),
 }
 
 ASSEMBLED = [name for name in STEPS if name.startswith(("accept", "commit"))] + ["round, NgramDraft"]
