@@ -267,7 +267,7 @@ def test_a_drafter_may_read_fewer_layers_than_were_recorded(folder, tmp_path, mo
 
 REFUSED = {
     "no prompts": (lambda d: (d / "prompts.txt").write_text(""), [], "is empty"),
-    "nothing to resume": (lambda d: None, ["--resume"], "training.pt"),
+    "nothing to resume": (lambda d: None, ["--resume"], "begin anew"),
     "few prompts": (lambda d: (d / "prompts.txt").write_text("o\n"), [], "held out"),
     "taps": (lambda d: None, ["--taps", "0"], "last layer"),
     "layer": (lambda d: None, ["--taps", "7", "1"], "7"),

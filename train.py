@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_medusa import RANKS
@@ -134,11 +135,20 @@ def frequent(target, texts: list[Text], R: int) -> Tensor:
     return count.topk(min(R, V)).indices.sort().values
 
 
+def vocabulary(out: Path) -> Tensor:
+    """The tokens that the drafter in `out` guesses (R,)."""
+    try:
+        return load_file(out / "model.safetensors")["vocab"].long()
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ValueError(f"--resume: {out / 'model.safetensors'} cannot be read ({str(error).splitlines()[0]}): "
+                         "leave --resume out to begin anew") from None
+
+
 def new_drafter(args, target, texts: list[Text], taps: tuple):
     """-> (an untrained drafter of this kind, the options it is made again with)."""
     c = target.config
     answers = [t for t in texts if t.prompt is not None and not is_held_out(t.prompt)]
-    vocab = frequent(target, answers or texts, args.vocab or c.tokens)
+    vocab = vocabulary(args.out) if args.resume else frequent(target, answers or texts, args.vocab or c.tokens)
     shape = {"eagle": {"taps": taps}, "medusa": {"heads": args.heads}, "draft": {"layers": args.layers, "ffn_dim": args.ffn_dim}}
     model = borrow(KINDS[args.kind](c, vocab, **shape[args.kind]).to(args.device), target)
     {"eagle": start_eagle, "medusa": start_medusa, "draft": start_small}[args.kind](model, target, texts)
