@@ -248,8 +248,8 @@ def test_a_hybrid_refuses_a_tree():
 
 
 def test_a_draft_model_learns_what_was_looked_up_instead():
-    """Every other round looks up the right text, which the draft would not have guessed; its own guesses stay those of the
-    draft alone on the text.  Kills: only the newest two tokens fed again."""
+    """Every other round looks up the right text, which the draft would not have guessed; its own guesses stay those of
+    the draft alone on the text.  Kills: only the newest two tokens fed again."""
     prompts, state, seen = prompts_for(2), new_state(2), []
     hybrid, draft = drafter_for("ngram+rand", 3, state), DRAFTS["rand"]
     truth = torch.tensor([(ids + greedy_alone(ids, 24) + [0] * 8)[:30] for ids in prompts])
