@@ -233,16 +233,15 @@ def test_to_the_end_of_the_context():
 def test_past_the_first_span():
     """Rounds of 64 tokens read 512 slots, then 1,024, also with one in flight.  Kills: nodes counts what can be kept."""
     target = random_model(0, config(context=1024))
-    prompt = torch.randint(0, V, (430,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompt, spans = torch.randint(0, V, (370,), generator=torch.Generator().manual_seed(3)).tolist(), []
     plain = decode("none", 0, [prompt, prompt[:4]], 40, target=target, S=1024)[0]
     for ahead in (0, 1):
         state = State(KVCache(target.config, 2, 1024), 2, 1024)
         drafter = drafter_in(state, 29, 3, 3)
-        spans = []
         step = lambda *round: (spans.append((state.pos.max().item() + drafter.nodes, state.span)), speculate(*round))[1]
         run = dict(target=target, state=state, drafter=drafter, ahead=ahead, step=step)
         assert decode(None, 0, [prompt, prompt[:4]], 40, **run)[0] == plain
-        assert all(last < span for last, span in spans) and {span for _, span in spans} == {512, 1024}
+    assert all(last < span for last, span in spans) and {span for _, span in spans} == {512, 1024}
 
 
 # ---- the compiled round
@@ -266,11 +265,11 @@ def test_no_value_of_the_round_is_read_on_the_host():
 
 
 def test_joint_law_of_three_tokens(monkeypatch):
-    """test_law's test for this drafter, through the compiled round.  Kills: candidates merged that differ (no cumprod);
-    a window that is text (no `valid`)."""
+    """test_law's test for this drafter, through the compiled round.  Hot and not truncated: 512 texts are possible, and
+    most guesses wrong.  Kills: a window that is text (no `valid`)."""
     monkeypatch.setattr(model, "CHUNK", 4)
     monkeypatch.setattr(draft_lookahead, "POOL", 16)
-    rows, settings = 20_000, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    rows, settings = 20_000, {"temperature": 1.5}
     state, step, kept = State(KVCache(law.TARGET.config, rows, law.S), rows, law.S), compile_round(), []
     sampler = law.Sampler(drafter_in(state, 4, 3, 2), rows)
     texts = sampler.texts(lambda *round: kept.append(step(*round).n.sum().item()), settings, seed=3)
