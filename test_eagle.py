@@ -164,9 +164,8 @@ def test_joint_law_of_three_tokens(kind, K, monkeypatch):
     Kills: q not the law drawn from (the draw's index taken for the token's id)."""
     monkeypatch.setattr(model, "CHUNK", 4)
     monkeypatch.setattr(draft_eagle, "CHUNK", 4)
-    settings = [{"temperature": 0.7, "top_k": 5, "top_p": 0.9}]         # one graph: compiling it is what takes long
+    settings = {"temperature": 1.5}         # all 512 texts are possible; one graph: compiling it is what takes long
     state, eagle = State(KVCache(law.TARGET.config, ROWS, law.S), ROWS, law.S), random_eagle(law.TARGET, (0,), 6)
     drafter = EagleDraft(eagle, state, K) if kind == "chain" else EagleTree(eagle, state, K, 4, 2)
     sampler, step = law.Sampler(drafter, ROWS), compile_round()
-    for s in settings:
-        assert law.p_value(sampler.texts(step, s, seed=3), law.enumerate_law(s)) > 1e-4
+    assert law.p_value(sampler.texts(step, settings, seed=3), law.enumerate_law(settings)) > 1e-4

@@ -115,9 +115,8 @@ def test_joint_law_of_three_tokens(kind, monkeypatch):
     monkeypatch.setattr("draft_medusa.RANKS", 8)
     net.rates = [[0.5 ** r for r in range(1, 9)]] * 2 if kind != "small" else None
     sampler = law.Sampler(drafter_of(net, law.TARGET, state, 2, 4 if kind == "tree" else None), ROWS)
-    step = compile_round()
-    for s in [{"temperature": 0.7, "top_k": 5, "top_p": 0.9}]:          # one graph: compiling it is what takes long
-        assert law.p_value(sampler.texts(step, s, seed=3), law.enumerate_law(s)) > 1e-4
+    settings, step = {"temperature": 1.5}, compile_round()      # all 512 texts are possible
+    assert law.p_value(sampler.texts(step, settings, seed=3), law.enumerate_law(settings)) > 1e-4
 
 
 def test_best_tree_is_the_best():
