@@ -22,8 +22,11 @@ def pick_drafter(args, target) -> None:
     """Settle --draft auto and ngram+eagle, -k and how many nodes a round has: a trained drafter says in its config.json which
     K it was measured best with."""
     if args.draft == "auto" and (best := best_shipped(target, MODELS)):
-        note(f"drafting with {best}")
-    args.draft = str(best or "ngram") if args.draft == "auto" else args.draft
+        # an EAGLE guesses copies badly, and they are what a lookup is good at; its guesses must then be a chain
+        lookup = "ngram+" * (trained_kind(best) == "eagle" and not args.tree)
+        note(f"drafting with {lookup}{best}")
+        args.draft = f"{lookup}{best}"
+    args.draft = "ngram" if args.draft == "auto" else args.draft
     if args.draft == "ngram+eagle":
         if not (best := best_shipped(target, MODELS, ("eagle",))):
             raise ValueError(f"--draft ngram+eagle finds no EAGLE of {args.target} in {MODELS}: train one, train.py")

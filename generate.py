@@ -153,7 +153,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--target", metavar="DIR", default=DEFAULT_TARGET,
         help="folder made by convert_weights.py, or a checkpoint it could convert (default: %(default)s)")
     add("--draft", metavar="auto|none|ngram|jacobi|lookahead|exit:L|DIR|ngram+...", default="auto",
-        help="who guesses: the best trained drafter in models/ for this target, else ngram (auto, default); nobody; "
+        help="who guesses: the best trained drafter in models/ for this target, an EAGLE behind ngram+, else ngram (auto, "
+             "default); nobody; "
              "prompt lookup; the target, correcting its own guesses, or also keeping n-grams of them (lookahead:W,N,G); its "
              "first L layers; a smaller model, or what train.py made; ngram+eagle, ngram+DIR, ngram+exit:L: lookup where "
              "the text repeats, the other elsewhere")

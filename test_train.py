@@ -339,3 +339,7 @@ def test_auto_takes_the_best_trained_for_this_target(folder, tmp_path, capsys, m
     assert run_auto() == (0, (str(tmp_path / "better"), 2)) and run_auto("-k", "1")[1][1] == 1
     assert run_auto("--draft", "ngram") == (0, ("ngram", 4))
     assert run_auto("-k", "3", "--tree", "2")[0] == 2
+    train.save(random_drafter(Eagle, target, 50, taps=(0, 1)), tmp_path / "best",
+               {"kind": "eagle", "shape": {"taps": [0, 1]}, "fingerprint": fingerprint(target), "acceptance": {"0.0": [0.9, 0.9]}}, {})
+    assert run_auto() == (0, (f"ngram+{tmp_path / 'best'}", 4))                 # copies are looked up
+    assert run_auto("-k", "2", "--tree", "3") == (0, (str(tmp_path / "best"), 2))
