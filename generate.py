@@ -195,7 +195,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(message)
     need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
-    need(args.k is None or not args.draft.startswith("lookahead"),
+    need(args.k is None or args.draft.partition(":")[0] != "lookahead",
          f"-k {args.k} has no meaning with --draft lookahead: give lookahead:W,N,G, it guesses N - 1")
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
