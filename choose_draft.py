@@ -32,10 +32,10 @@ def pick_drafter(args, target) -> None:
             raise ValueError(f"--draft ngram+eagle finds no EAGLE of {args.target} in {MODELS}: train one, train.py")
         args.draft = f"ngram+{best}"
     name, alone = args.draft.removeprefix("ngram+"), not args.draft.startswith("ngram+")
-    args.trained = trained_kind(Path(name))
-    usual = read_json(Path(name) / "config.json").get("k") if args.trained else None
+    trained = trained_kind(Path(name))
+    usual = read_json(Path(name) / "config.json").get("k") if trained else None
     args.k = 0 if name == "none" else args.k or usual or 4
-    if args.tree and not (args.trained and alone):
+    if args.tree and not (trained and alone):
         raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "
                          "leave it out")
     if args.tree and args.tree < args.k:

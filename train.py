@@ -316,10 +316,11 @@ def main(argv=None) -> int:
                              "layer, whose output says what the target would write")
         recorded = recorded_taps(args.texts, taps)
         passages = read_passages(args.text, opened.tokens) if args.text else []
-        stop = time.perf_counter() + 60 * args.text_minutes
+        end = time.perf_counter() + 60 * args.text_minutes
+        stop = lambda: time.perf_counter() > end
         write_texts(target, opened.tokens, opened.template, read_prompts(args.prompts), recorded, args.texts,
-                    lambda: time.perf_counter() > stop, note)
-        write_passages(target, passages[:args.plain], recorded, args.texts, lambda: time.perf_counter() > stop, note)
+                    stop, note)
+        write_passages(target, passages[:args.plain], recorded, args.texts, stop, note)
         if args.kind == "texts":
             return 0
         texts = read_texts(args.texts, recorded)

@@ -118,8 +118,8 @@ def read_passages(path: Path, tokens) -> list[Tensor]:
 def write_passages(target, passages: list[Tensor], taps, folder: Path, stop, note) -> None:
     """As write_texts, for plain text: what the target's layers say about it, all its tokens counting as written."""
     folder.mkdir(parents=True, exist_ok=True)
-    begin, device = torch.zeros(FEW, dtype=torch.int64), target.embed.weight.device
-    cache = KVCache(target.config, FEW, PASSAGE, device)
+    device = target.embed.weight.device
+    begin, cache = torch.zeros(FEW, dtype=torch.int64, device=device), KVCache(target.config, FEW, PASSAGE, device)
     for i, at in enumerate(range(0, len(passages), BATCH)):
         path, whole, features = folder / f"plain{i:04}.safetensors", torch.stack(passages[at:at + BATCH]), []
         if path.exists():
@@ -128,7 +128,7 @@ def write_passages(target, passages: list[Tensor], taps, folder: Path, stop, not
             if stop():
                 return
             fed = F.pad(few, (0, 0, 0, FEW - len(few))).to(device)              # one shape, one cache
-            tapped = target(fed, begin.to(device), cache, PASSAGE, taps=taps)[1][:len(few)]
+            tapped = target(fed, begin, cache, PASSAGE, taps=taps)[1][:len(few)]
             features.append(tapped.to(torch.bfloat16).cpu().flatten(0, 1))
         about = [{"prompt": None, "temperature": None, "start": 1, "length": PASSAGE}] * len(whole)
         save_shard(path, whole.flatten(), torch.cat(features), about, taps)
@@ -155,13 +155,13 @@ class Text:
 
 def recorded_taps(folder: Path, wanted: tuple) -> tuple:
     """The layers whose features the shards of folder hold, `wanted` or more; `wanted` where there is none yet."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            recorded = tuple(json.loads(file.metadata()["taps"]))
-        if missing := [i for i in wanted if i not in recorded]:
-            raise ValueError(f"{folder} holds the layers {recorded}, not {missing[0]}: remove it, or name another by --texts")
-        return recorded
-    return wanted
+    if not (path := next(folder.glob("*.safetensors"), None)):
+        return wanted
+    with safe_open(path, "pt") as file:
+        recorded = tuple(json.loads(file.metadata()["taps"]))
+    if missing := [i for i in wanted if i not in recorded]:
+        raise ValueError(f"{folder} holds the layers {recorded}, not {missing[0]}: remove it, or name another by --texts")
+    return recorded
 
 
 def read_texts(folder: Path, taps) -> list[Text]:
