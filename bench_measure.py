@@ -13,6 +13,7 @@ import torch
 
 from choose_draft import drafter_named, sizes
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
+from plan import fit_line
 from sample import Sampling
 from speculate import Draft, State, accept_block, accept_matched, accept_sampled, commit, verify
 
@@ -201,9 +202,7 @@ def curve(target, batches: list[int], most: int, options) -> list[dict]:
                     seconds = timed(lambda: check(target, state, draft[n], sampling))
                     times[n] += [1e3 * seconds] if i >= 3 else []
         ms = {n: statistics.median(t) for n, t in times.items()}
-        mean_n, mean_t = (statistics.mean(x) for x in (ms.keys(), ms.values()))
-        spread = sum((n - mean_n) ** 2 for n in ms)
-        b = sum((n - mean_n) * (t - mean_t) for n, t in ms.items()) / spread if spread else 0.0
-        rows += [{"batch": B, "n": n, "verify_ms": t, "ratio": t / ms[1], "a_ms": mean_t - b * mean_n, "b_ms": b}
+        a, b = fit_line([*ms.items()])
+        rows += [{"batch": B, "n": n, "verify_ms": t, "ratio": t / ms[1], "a_ms": a, "b_ms": b}
                  for n, t in ms.items()]
     return rows

@@ -16,6 +16,7 @@ from draft_medusa import Medusa, MedusaDraft
 from draft_small import Small
 from drafts import ModelDraft
 from model import KVCache, inverse_frequencies
+from plan import expected_tokens
 from speculate import State
 
 KINDS = {"eagle": Eagle, "medusa": Medusa, "draft": Small}
@@ -65,15 +66,6 @@ def best_shipped(target, models: Path, kinds=tuple(KINDS)) -> Path | None:
         if about.get("fingerprint") == fingerprint(target):
             found[folder] = expected_tokens(about.get("acceptance", {}).get("0.0", []))
     return max(found, key=found.get, default=None)
-
-
-def expected_tokens(rates: list[float]) -> float:
-    """Tokens a round, from the share of guesses kept at each depth among those whose predecessors were."""
-    total = chance = 1.0
-    for rate in rates:
-        chance *= rate
-        total += chance
-    return total
 
 
 def load_trained(folder: Path, target):
