@@ -15,8 +15,8 @@ from statistics import mean
 # ---- tokens a round -------------------------------------------------------------------------------------------------
 
 def acceptance(p, q):
-    """The chance that a guess drawn from q is kept: tensors p, q (..., V) that sum to 1 -> (...).  sum(min(p, q)), which is
-    1 - their total variation distance (Theorem 3.5); its mean over the text is a (Corollary 3.6)."""
+    """The chance that a guess drawn from q is kept: tensors p, q (..., V) that sum to 1 -> (...).  It is
+    sum(min(p, q)), or 1 - their total variation distance (Theorem 3.5); its mean over the text is a (Corollary 3.6)."""
     return 1 - (p - q).abs().sum(-1) / 2
 
 
@@ -31,7 +31,7 @@ def expected_tokens(rates: list[float]) -> float:
 
 
 def expected_tokens_iid(a: float, K: int) -> float:
-    """Tokens a round where every position keeps as well as the first: (1 - a^(K+1)) / (1 - a), Equation 1.  Summed here,
+    """Tokens a round where every position keeps as well as the first: (1 - a^(K+1)) / (1 - a), Equation 1.  Summed,
     not divided, so that a = 1 gives K + 1."""
     return expected_tokens([a] * K)
 
@@ -100,7 +100,7 @@ def break_even(K: int, draft: float, verify: float, plain: float) -> float | Non
 
 def best_k(rates: list[float], seconds: dict[int, float]) -> tuple[int, float]:
     """-> the fastest of the Ks in `seconds` {K: seconds of a round of K guesses}, and its speed-up, from the rates kept
-    at each position.  seconds[0] is a plain round, and 0 the answer where nothing beats it; of equals the smallest K."""
+    at each position.  seconds[0] is a plain round; 0 is the answer where nothing beats it, of equals the smallest K."""
     ups = {K: speed_up(expected_tokens(extended(rates, K)), 0.0, t, seconds[0]) for K, t in sorted(seconds.items())}
     best = max(ups, key=ups.get)
     return best, ups[best]
