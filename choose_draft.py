@@ -34,7 +34,10 @@ def pick_drafter(args, target) -> None:
     name, alone = args.draft.removeprefix("ngram+"), not args.draft.startswith("ngram+")
     trained = trained_kind(Path(name))
     usual = read_json(Path(name) / "config.json").get("k") if trained else None
-    args.k = 0 if name == "none" else args.k or usual or 4
+    # Where guesses are drawn, a seed is a text only if K is always the same one; and K follows the clock.
+    args.k_auto = name != "none" and (args.k == "auto" or args.k is None and
+                                      (args.seed is None or args.temperature == 0 or args.couple))
+    args.k = 0 if name == "none" else usual or 4 if args.k in (None, "auto") else args.k
     if args.tree and not (trained and alone):
         raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "
                          "leave it out")

@@ -79,6 +79,7 @@ def chain_attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], mask: Tensor) 
 
 class EagleDraft(nn.Module):
     """A chain of K guesses, each drawn from q.  A module, because what it remembers between rounds must be buffers."""
+    most = 16
 
     def __init__(self, model: Eagle, state: State, K: int, couple: bool = False):
         super().__init__()
@@ -127,6 +128,7 @@ class EagleTree(EagleDraft):
     """EAGLE-2 (Li et al. 2024, arXiv 2406.16858): the N likeliest nodes of a tree that is K levels deep, chosen anew every
     round.  Each level's `width` best nodes get `width` children each; a node is as likely as its path, so the best N hold
     their own ancestors.  Nothing is drawn: the shapes never change, only which tokens and whose children."""
+    most = 0                                    # of another number there would be other levels: it is one tree
 
     def __init__(self, model: Eagle, state: State, K: int, N: int, width: int):
         super().__init__(model, state, K)

@@ -19,7 +19,7 @@ class ExitDraft:
     So it writes to the target's cache, at slots >= pos.  Nothing there counts between rounds, and verify writes all of
     those slots before it reads them: with the very keys and values they have, feeding the same tokens to the same
     layers."""
-    taps = ()
+    taps, most = (), 16
 
     def __init__(self, target, K: int, layers: int, couple: bool = False):
         most = target.config.layers - 1

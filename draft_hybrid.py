@@ -14,7 +14,7 @@ class HybridDraft:
 
     def __init__(self, other, least: int = 2):
         self.ngram, self.other, self.least = NgramDraft(other.nodes), other, least
-        self.nodes, self.taps = other.nodes, other.taps
+        self.nodes, self.taps, self.most = other.nodes, other.taps, getattr(other, "most", 0)
         if isinstance(other, ModelDraft):       # its cache holds its own guesses, though others may have been kept
             other.newest = other.nodes + 1
 

@@ -59,10 +59,10 @@ class MedusaDraft(nn.Module):
         super().__init__()
         if K > model.heads:
             raise ValueError(f"this Medusa has {model.heads} heads and cannot guess {K} tokens ahead: -k {model.heads} is the most")
-        parents, ranks = best_tree(model.rates, K, nodes) if nodes else (list(range(K)), [0] * K)
+        parents, ranks = best_tree(model.rates, K, nodes) if nodes else (list(range(model.heads)), [0] * model.heads)
         device, c = state.pos.device, model.config
-        self.model, self.nodes, self.taps = model, len(parents), model.taps
-        self.tree = Tree(parents, device) if nodes else None
+        self.model, self.nodes, self.taps = model, len(parents) if nodes else K, model.taps
+        self.tree, self.most = (Tree(parents, device), 0) if nodes else (None, model.heads)
         self.register_buffer("rank", torch.tensor(ranks, device=device))
         self.register_buffer("depth", Tree(parents, device).depth[1:] - 1)
         self.register_buffer("feature", torch.zeros(len(state.pos), 1, c.dim, device=device, dtype=model.embed.weight.dtype))
@@ -74,7 +74,7 @@ class MedusaDraft(nn.Module):
     def propose(self, state: State, sampling) -> Draft:
         guessed = self.model(self.feature)[:, 0]                                                # (B, heads, dim)
         best = self.model.vocab[self.model.logits(guessed).topk(RANKS, -1).indices]        # (B, heads, RANKS)
-        return Draft(best[:, self.depth, self.rank], tree=self.tree)
+        return Draft(best[:, self.depth[:self.nodes], self.rank[:self.nodes]], tree=self.tree)
 
     def observe(self, state: State, out: Tensor, n: Tensor, hidden: Tensor, p: Tensor):
         self.feature.copy_(hidden.gather(1, n[:, None, None].expand_as(self.feature)))

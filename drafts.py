@@ -2,6 +2,7 @@
 
     nodes                           how many tokens it guesses a round
     taps                            the target's layers whose outputs it wants to see
+    most                            (optional) how many it can guess when a copy's nodes are set to another number: auto_k.py
     start(state, begin, hidden)     positions [begin, pos) were just fed to the target: catch up.  hidden (B, P, .)
     propose(state, sampling)        -> Draft; may scratch its own cache at slots >= pos, nothing else
     observe(state, out, n, hidden, p)   what the round brought; rows 0..n of hidden (B, K+1, .) are the tokens it fed;
@@ -41,7 +42,7 @@ class NoDraft:
 class NgramDraft:
     """Prompt lookup (Saxena 2023): what followed the last earlier occurrence of the newest 3, else 2, else 1 tokens.
     Nothing found proposes junk, which costs only the chance: a chosen token x is kept with probability p(x)."""
-    taps = ()
+    taps, most = (), 16
 
     def __init__(self, K: int):
         self.nodes = K
@@ -75,7 +76,7 @@ class NgramDraft:
 class ModelDraft:
     """An independent smaller model with the target's tokenizer: K tokens, one after the other, each drawn from the
     model's own distribution q under the row's sampling settings."""
-    taps = ()
+    taps, most = (), 16
 
     def __init__(self, model, cache, K: int, V: int, couple: bool = False):
         """`cache` is the model's own, as long as the target's; V is the number of the target's real tokens."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import tokenizer as tokenizers
+from auto_k import AutoDraft
 from choose_draft import MODELS, draws, load_drafter, pick_drafter
 from drafts import NoDraft
 from load import open_checkpoint
@@ -45,6 +46,8 @@ def make_state(target, B: int, length: int, nodes: int, eos=()) -> State:
 
 def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int]) -> list[list[int]]:
     """Feed the prompts and draw each row's first token.  What the caches already hold of a prompt is not fed again."""
+    if state.drafter is drafter and hasattr(drafter, "catch_up"):
+        drafter.catch_up(state)
     known = state.pos - 1 if state.drafter is drafter else state.pos * 0    # a draft's cache may lack its newest
     fed = [tokens[:max(n, 0)] for tokens, n in zip(state.tokens.tolist(), known.tolist())]
     common = [next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
@@ -71,24 +74,30 @@ def generate(target, drafter, state: State, sampling, prompts: list[list[int]], 
              ahead: int | None = None):
     """Yields, after prefill and after each round, three lists with one entry a row: its new ids, how many of them are
     guesses that were kept, how many could have been.  `step` is speculate, compiled or not.  A caller ends a row early
-    with state.live[row] = False.  ValueError for what does not fit the model or the state."""
+    with state.live[row] = False.  A drafter with `choose` (auto_k.py) names another one for each round.  ValueError for
+    what does not fit the model or the state."""
     B, S = state.tokens.shape
     check_fit(target.config, S - headroom(drafter.nodes), B, prompts, max_new)
     yield begin(target, drafter, state, sampling, prompts, max_new), [0] * B, [0] * B
     # On a GPU the host launches the next round before it reads this one, so the device never waits for the host; at
     # most one round is wasted at the end.  The CPU is one device: running ahead would only delay the text.
     ahead, in_flight, most = int(state.tokens.is_cuda) if ahead is None else ahead, deque(), drafter.nodes + 1
-    lengths, going = state.pos.tolist(), state.live.tolist()
+    lengths, going, ends = state.pos.tolist(), state.live.tolist(), state.limit.tolist()
     while any(going):
         if min(n for n, live in zip(lengths, going) if live) >= getattr(drafter, "context", S):
             drafter = NoDraft()                                                 # no row has positions it can guess at
+        auto, left = hasattr(drafter, "choose"), [end - at if live else 0 for end, at, live in zip(ends, lengths, going)]
+        asked = drafter.choose(state, left) if auto else drafter
         state.span = min(S, slots(max(lengths) + (len(in_flight) + 2) * most))
-        out, *counts = step(target, drafter, state, sampling)
+        out, *counts = step(target, asked, state, sampling)
         in_flight.append(to_host(torch.cat([out] + [x[:, None].long() for x in (*counts, state.live, state.pos)], 1)))
         if len(in_flight) > ahead:
             rows = in_flight.popleft()().tolist()                                       # the one host sync of a round
             lengths, going = [row[-1] for row in rows], [row[-2] for row in rows]
-            yield [row[:row[-4]] for row in rows], [row[-5] for row in rows], [row[-3] for row in rows]
+            kept, new = [row[-5] for row in rows], [row[-4] for row in rows]
+            if auto:
+                drafter.saw(kept, new)
+            yield [row[:n] for row, n in zip(rows, new)], kept, [row[-3] for row in rows]
 
 
 def check_fit(config, room: int, B: int, prompts: list[list[int]], max_new: list[int]):
@@ -135,8 +144,14 @@ def warm_up(step, target, drafter, state: State, sampling, length: int):
     """Compile the round for texts of about `length` tokens.  No row is live: it runs, and commits nothing."""
     state.pos.fill_(1)
     state.span = min(state.tokens.shape[1], slots(length + 2 * (drafter.nodes + 1)))
-    for _ in range(3 if state.tokens.is_cuda else 1):                           # a GPU also records its CUDA graph
-        step(target, drafter, state, sampling).new.tolist()
+
+    times = 3 if state.tokens.is_cuda else 1                                    # a GPU also records its CUDA graph
+    run = lambda guesser: step(target, guesser, state, sampling).new.tolist()
+    if hasattr(drafter, "rehearse"):
+        drafter.rehearse(run, times)
+    else:
+        for _ in range(times):
+            run(drafter)
     state.pos.fill_(-1)
 
 
@@ -158,7 +173,9 @@ def options(argv=None) -> argparse.Namespace:
              "prompt lookup; the target, correcting its own guesses, or also keeping n-grams of them (lookahead:W,N,G); its "
              "first L layers; a smaller model, or what train.py made; ngram+eagle, ngram+DIR, ngram+exit:L: lookup where "
              "the text repeats, the other elsewhere")
-    add("-k", type=int, metavar="K", help="tokens guessed a round, 1 to 16 (default 4)")
+    add("-k", metavar="K|auto",
+        help="tokens guessed a round: 1 to 16, or as many as pay, measured while the text is written, none included (auto, "
+             "default; with --seed the drafter's usual number, or a seed would not be a text)")
     add("--tree", type=int, metavar="N",
         help="a trained drafter's N likeliest guesses as a tree at most K deep (default: a chain)")
     add("--verify", choices=("token", "block"), default="token",
@@ -174,7 +191,7 @@ def options(argv=None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, metavar="P",
         help="keep the most likely tokens that hold P of the mass; 1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one's probability")
-    add("--seed", type=int, default=0, metavar="S", help="row i draws with seed S + i")
+    add("--seed", type=int, metavar="S", help="row i draws with seed S + i (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     chat = parser.add_mutually_exclusive_group()
     chat.add_argument("--chat", action="store_true", default=None,
@@ -193,16 +210,17 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     def need(fine, message):
         if not fine:
             raise ValueError(message)
-    need(args.k is None or 1 <= args.k <= 16, f"-k {args.k} must be in 1..16")
+    need(args.k in (None, "auto") or args.k.isdecimal() and 1 <= int(args.k) <= 16, f"-k {args.k} must be in 1..16, or auto")
+    args.k = args.k if args.k in (None, "auto") else int(args.k)
     need(args.k is None or args.draft != "none", "-k has no meaning with --draft none: leave one of them out")
-    need(args.k is None or args.draft.partition(":")[0] != "lookahead",
+    need(args.k in (None, "auto") or args.draft.partition(":")[0] != "lookahead",
          f"-k {args.k} has no meaning with --draft lookahead: give lookahead:W,N,G, it guesses N - 1")
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
          "and one drawn with --couple is only compared with the target's own draw: leave one of them out")
     need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
-    Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed or 0)
     try:
         args.device = torch.device(args.device)
         torch.zeros(1, device=args.device).tolist()         # meta holds no values
@@ -250,12 +268,15 @@ class Engine:
         self.args, self.target, self.tokens = args, target, tokens
         self.state = make_state(target, B, longest, args.nodes, tokens.eos)
         self.drafter = load_drafter(args, target, tokens, self.state)
-        self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.device)
+        self.sampling = Sampling(B, args.temperature, args.top_k, args.top_p, args.min_p, args.seed or 0, args.device)
         how = {"block": True} if args.verify == "block" else {}
         if how and not draws(self.drafter, self.state, self.sampling):
             raise ValueError(f"--verify block judges a chain of guesses drawn from a distribution, and those of --draft "
                              f"{args.draft}{' --tree' if args.tree else ''} are chosen: leave --verify out")
-        self.step, self.compile_s = partial(speculate, **how), 0.0
+        self.step, self.compile_s, self.depth = partial(speculate, **how), 0.0, args.k
+        if args.k_auto:
+            self.drafter = AutoDraft(self.drafter, args.k, self.state, target, not args.no_compile, self.clock)
+            self.depth = max(self.drafter.drafters)
         if not args.no_compile:
             note("compiling the round: a minute or more the first time, some seconds once it is found on disk ...")
             self.compiled, self.step = partial(compile_round(), **how), self.round
@@ -274,7 +295,7 @@ class Engine:
 
     def run(self, prompts: list[list[int]], budgets: list[int], show) -> list[Row]:
         """Generate until every row has ended or Ctrl-C; show(row number, text) gets the text as it comes."""
-        rows = [Row(self.tokens, budget, self.args.k, self.args.stop, self.clock) for budget in budgets]
+        rows = [Row(self.tokens, budget, self.depth, self.args.stop, self.clock) for budget in budgets]
         try:
             for round in generate(self.target, self.drafter, self.state, self.sampling, prompts, budgets, self.step):
                 for i, (row, new, kept, tried) in enumerate(zip(rows, *round)):
@@ -306,8 +327,8 @@ def run_prompts(args, target, tokens, template) -> int:
     rows = engine.run(prompts, budgets, write if alone else lambda i, text: None)
     for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
         if args.json:
-            stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": args.k, "verify": args.verify,
-                     "couple": args.couple, "seed": args.seed + i}
+            stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": "auto" if args.k_auto else args.k,
+                     "verify": args.verify, "couple": args.couple, "seed": (args.seed or 0) + i}
             print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish,
                               "stats": row.stats() | stats}))
         else:

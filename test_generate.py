@@ -142,8 +142,8 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     f"--prompt {'x' * 512}": "shorten it", "--prompt-file {m}/lines.txt": "prompt 2 is empty: give",
     "--prompt-file {m}/absent.txt": "absent.txt cannot be read", "": "nothing to do: give --prompt",
     "--prompt-file {m}/latin.txt": "latin.txt cannot be read: 'utf-8'",
-    "-k 0": "-k 0 must be in 1..16", "-k 17": "in 1..16", "-k -3": "in 1..16", "-k abc": "-k: invalid int",
-    "-k 2.5": "see --help", "-k 2 --draft none": "-k has no meaning with --draft none: leave",
+    "-k 0": "-k 0 must be in 1..16", "-k 17": "in 1..16", "-k -3": "in 1..16", "-k abc": "in 1..16, or auto",
+    "-k 2.5": "in 1..16, or auto", "-k 2 --draft none": "-k has no meaning with --draft none: leave",
     "--max-new-tokens -1": "-1 must be 0 or more", "--target {m}/absent --temperature -1": "0 or more",
     "--temperature nan": "0 or more", "--temperature inf": "and finite", "--top-k -2": "0 (off) or more",
     "--top-p 0": "in (0, 1]", "--top-p 1.5": "in (0, 1]", "--top-p nan": "in (0, 1]", "--min-p -0.1": "in [0, 1]",
@@ -264,7 +264,8 @@ def test_drafts_do_not_change_the_text(rows):
     ("?", "9", "BYE", "eos", 3)])
 def test_self_draft_is_always_right(prompt, new, text, finish, tried, rows):
     """Killed: guesses counted as tried past the limit, and past EOS; EOS shown as text; EOS missing from the tokens."""
-    row, = rows("--raw", "--prompt", prompt, "--draft", "{m}/scripted", "--max-new-tokens", new, target="scripted")
+    row, = rows("--raw", "--prompt", prompt, "--draft", "{m}/scripted", "-k", "4", "--max-new-tokens", new,
+                target="scripted")
     assert (row["text"], row["finish"]) == (text, finish)
     assert row["stats"]["accepted_per_position"] == [1.0] * tried + [None] * (4 - tried)
     assert row["stats"]["rounds"] == -(-(len(row["tokens"]) - 1) // 5) and (END in row["tokens"]) == (finish == "eos")
@@ -353,7 +354,7 @@ def test_chat(draft, models_fed, models, run, monkeypatch):
         return fail(KeyboardInterrupt()) if len(fed) == 2 * models_fed + 1 else prefill(self, tokens, begin, end, *rest)
     monkeypatch.setattr(Transformer, "prefill", watched)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand then\na\udcff\n" + "x" * 600 + "\nwait\ngo on"))
-    code, out, err = run("--interactive", "--draft", draft, "--max-new-tokens", "30")
+    code, out, err = run("--interactive", "--draft", draft, "-k", "4", "--max-new-tokens", "30")
     assert (code, out) == (0, f"{one}\n{two}\n\n{last}\n") and "U+DCFF" in err and "shorten" in err
     assert all(begin >= fed[0][1] for begin, _ in fed[models_fed:2 * models_fed]), "the first turn was fed again"
 
