@@ -36,7 +36,7 @@ def best(rows: list[dict]) -> list[dict]:
     """Of each drafter and kind of prompt the fastest K."""
     top = {}
     for r in rows:
-        key = r["prompts"], r["draft"]
+        key = r["batch"], r["prompts"], r["draft"]
         if key not in top or r["speedup"] > top[key]["speedup"]:
             top[key] = r
     return list(top.values())
@@ -67,9 +67,10 @@ def plot(rows: list[dict], points: list[dict], title: str, file: str):
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=7, wrap=True)
     axes = figure.subplots()
-    for name, kind in dict.fromkeys((r["draft"], r["prompts"]) for r in rows if r["k"]):
-        line = sorted((r["k"], r["speedup"]) for r in rows if (r["draft"], r["prompts"]) == (name, kind))
-        axes.plot(*zip(*line), marker="o", label=f"{name}, {kind}")
+    fixed = [r for r in rows if r["k"] and r["k"] != "auto"]
+    for line in dict.fromkeys((r["draft"], r["prompts"], r["batch"]) for r in fixed):
+        points_of = sorted((r["k"], r["speedup"]) for r in fixed if (r["draft"], r["prompts"], r["batch"]) == line)
+        axes.plot(*zip(*points_of), marker="o", label="{}, {}, batch {}".format(*line))
     for B in dict.fromkeys(p["batch"] for p in points):
         axes.plot(*zip(*((p["n"], p["ratio"]) for p in points if p["batch"] == B)), marker=".", label=f"batch {B}")
     axes.axhline(1, color="grey", linewidth=1)
@@ -98,14 +99,15 @@ def options(argv=None) -> argparse.Namespace:
     add("--shape", choices=DRAFT_OF, metavar="NAME", help=f"random weights of real geometry: {', '.join(DRAFT_OF)}")
     add("--draft-shape", choices=SHAPES, metavar="NAME", help="the draft's geometry (default: one that fits)")
     add("--agreement", type=float, metavar="A", help="with --shape: sum(min(p, q)) of target and draft (default 0.8)")
-    add("-k", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K", help="guesses a round to measure (default 1 2 4 8)")
+    add("-k", type=guesses, nargs="+", default=[1, 2, 4, 8], metavar="K",
+        help="guesses a round to measure, auto for what generate.py would choose (default 1 2 4 8)")
     add("--prompts", metavar="FILE",
         help="measure on the prompts of this file that train.py holds out, not on the built-in ones")
     add("--most-prompts", type=int, default=8, metavar="N", help="of --prompts (default 8)")
     add("--verify", choices=("token", "block"), nargs="+", default=["token"],
         help="how the draft model's guesses are judged (default token); both: in turns, on the same prompts")
     mode("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
-    add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B", help="batch sizes of --curve (default 1 2 4 8)")
+    add("--batch", type=int, nargs="+", metavar="B", help="batch sizes (default 1, with --curve 1 2 4 8)")
     add("--most", type=int, default=16, metavar="N", help="tokens up to which --curve goes (default 16)")
     mode("--peers", action="store_true", help="llama.cpp and transformers on the same weights, instead of drafters")
     mode("--gpu-check", action="store_true", help="the one script for a GPU: correctness, then speed, in 8 minutes")
@@ -121,12 +123,17 @@ def options(argv=None) -> argparse.Namespace:
     return settle(parser.parse_args(argv))
 
 
+def guesses(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def settle(args: argparse.Namespace) -> argparse.Namespace:
     """Refuse what does not go together, and fill in what depends on other options."""
     for name, least in (("max_new_tokens", 2), ("turns", 1), ("threads", 1), ("most", 1), ("most_prompts", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
-    if bad := [k for k in (*args.k, *args.batch) if not 1 <= k <= 64]:
+    args.batch = args.batch or ([1, 2, 4, 8] if args.curve else [1])
+    if bad := [k for k in (*args.k, *args.batch) if k != "auto" and not 1 <= k <= 64]:
         raise ValueError(f"{bad[0]} is not a number of guesses or rows: 1 to 64")
     if not args.shape and (args.draft_shape or args.agreement is not None):
         raise ValueError("--agreement and --draft-shape need --shape: real weights agree as they do")
@@ -137,6 +144,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
                          "--gpu-check")
     if args.prompts and (args.shape or args.curve or args.peers or args.gpu_check):
         raise ValueError("--prompts are for real weights that decode: no --shape, --curve, --peers or --gpu-check")
+    if args.batch != [1] and (args.peers or args.gpu_check):
+        raise ValueError(f"--batch {args.batch[0]} has no meaning with --peers or --gpu-check: leave it out")
     if args.plot and (args.peers or args.gpu_check):
         raise ValueError("--plot draws speed-up against K, or --curve: leave it out here")
     for file in (args.json, args.plot):
@@ -195,10 +204,10 @@ def plan(options, drafts: dict) -> list[tuple[str, int]]:
     judged = ["" if verify == "token" else ", block" for verify in dict.fromkeys(options.verify)]
     names = {short(name): drafts.get(short(name).removeprefix("ngram+")) for name in options.draft} or drafts
     chains = [(name + how, K) for name, model in names.items() if not name.startswith("lookahead") for how in judged
-              for K in options.k if K <= getattr(model, "heads", K)]
+              for K in options.k if K == "auto" or K <= getattr(model, "heads", K)]
     chains += [(name, sizes(name, 0)[0]) for name in names if name.startswith("lookahead")]
     trees = [(f"{name}, tree {N}", K) for name, model in names.items() if type(model) in (Eagle, Medusa) for N in options.tree
-             for K in options.k if 1 < K <= min(N, getattr(model, "heads", N)) and not name.startswith("ngram+")]
+             for K in options.k if K != "auto" and 1 < K <= min(N, getattr(model, "heads", N)) and not name.startswith("ngram+")]
     return [("none", 0)] + [("ngram", K) for K in options.k] + (chains + trees or [("self", 4)])
 
 
@@ -217,7 +226,7 @@ def run(options) -> int:
     device = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else str(options.device)
     about = {"weights": weights, "torch": torch.__version__, "device": device, "dtype": str(options.dtype)[6:],
              "temperature": options.temperature, "threads": options.threads}
-    about |= {} if options.curve else {"batch": 1, "new_tokens": options.max_new_tokens, "turns": options.turns}
+    about |= {} if options.curve else {"batch": options.batch[0], "new_tokens": options.max_new_tokens, "turns": options.turns}
     rows, points, peers = [], [], []
     if options.curve:
         points = curve(target, options.batch, options.most, options)
@@ -227,7 +236,7 @@ def run(options) -> int:
         rows = measure(target, drafts, prompts, eos, options, plan(options, drafts))
     print(", ".join(f"{key} {value}" for key, value in about.items()) + "\n")
     if rows:
-        show(rows if options.all else best(rows), TABLE)
+        show(rows if options.all else best(rows), TABLE if len(options.batch) == 1 else {"batch": ("batch", "")} | TABLE)
         floor, plain = rows[0]["floor_ms"], rows[0]["round_ms"]
         print(f"reading its bytes takes {floor:.1f} ms at the bandwidth measured, {floor / plain:.0%} of a plain round")
     show(points, CURVE) if points else None

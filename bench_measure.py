@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from auto_k import AutoDraft
 from choose_draft import drafter_named, sizes
 from generate import compile_round, compiled, generate, make_state, slots, warm_up
 from plan import fit_line
@@ -69,9 +70,13 @@ class Setup:
     parts: dict
 
 
-def drafter_for(name: str, K: int, target, drafts: dict, state):
+def drafter_for(name: str, K: int | str, target, drafts: dict, state):
     """As --draft names it, `drafts` {name: model} being what is loaded, and self the target (always right, never worth it);
-    behind a comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep)."""
+    behind a comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep).
+    K "auto": the drafter's usual K or none, chosen for every round as generate.py does for texts of this length."""
+    if K == "auto":
+        usual = getattr(drafts.get(name.removeprefix("ngram+")), "usual_k", None) or 4
+        return AutoDraft(drafter_for(name, usual, target, drafts, state), usual, state, target, compiled=True)
     load = (drafts | {"self": target}).__getitem__
     return drafter_named(name.partition(", ")[0], target, state, K, load, nodes_of(name))
 
@@ -114,67 +119,89 @@ def parts(target, drafter, state, sampling, block: bool = False) -> dict:
     return functions
 
 
-def decode(target, setup: Setup, sampling, ids, max_new, step) -> tuple[float, int, int]:
-    """-> seconds after the first token, tokens after it, rounds."""
+def decode(target, setup: Setup, sampling, prompts: list[list[int]], max_new, step) -> tuple[float, int, int]:
+    """-> seconds after the first tokens, tokens after them, rounds of rows that had not ended."""
     setup.state.pos.fill_(-1)                                   # every run feeds its whole prompt
     rounds, tokens, start = 0, 0, None
-    for new, _, _ in generate(target, setup.drafter, setup.state, sampling, [ids], [max_new], step):
+    for new, _, _ in generate(target, setup.drafter, setup.state, sampling, prompts, [max_new] * len(prompts), step):
         if start is None:
             start = time.perf_counter()
         else:
-            rounds, tokens = rounds + 1, tokens + len(new[0])
+            rounds, tokens = rounds + sum(map(bool, new)), tokens + sum(map(len, new))
     return time.perf_counter() - start, tokens, rounds
 
 
-@torch.no_grad()
+def batches(prompts: list[list[int]], B: int) -> list[list[list[int]]]:
+    """The prompts as batches of B rows, filled up from the first ones again."""
+    return [(prompts * B)[at:at + B] for at in range(0, len(prompts), B)]
+
+
 def measure(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple]) -> list[dict]:
-    """One row for each (drafter, K) of the plan and kind of prompt: prompts is {kind: [ids]}."""
+    """One row for each batch size, kind of prompt and (drafter, K) of the plan: prompts is {kind: [ids]}."""
     lengths = [len(ids) for kind in prompts.values() for ids in kind]
-    shortest, length = min(lengths), max(lengths) + options.max_new_tokens
-    if length > target.config.context:
+    if max(lengths) + options.max_new_tokens > target.config.context:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: prompt and text do not fit a context of "
                          f"{target.config.context}")
-    step, setups, sampling = compile_round(), {}, Sampling(1, options.temperature, device=options.device)
+    rows = []
+    for B in options.batch:
+        torch.compiler.reset()                                  # graphs of other shapes would only be looked through
+        grouped = {kind: batches(some, B) for kind, some in prompts.items()}
+        rows += [{"batch": B} | row for row in measure_batch(target, drafts, grouped, eos, options, plan, B)]
+    return rows
+
+
+@torch.no_grad()
+def measure_batch(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple], B: int) -> list[dict]:
+    """As measure, at one batch size: prompts is {kind: [batches of B]}.  A round's parts are measured at batch 1 only, and
+    where K stays what it is."""
+    lengths = [len(ids) for kind in prompts.values() for batch in kind for ids in batch]
+    step, setups, sampling = compile_round(), {}, Sampling(B, options.temperature, device=options.device)
     steps = {name: partial(step, block=True) if name.endswith(", block") else step for name, _ in plan}
     for name, K in plan:
-        state = make_state(target, 1, length, sizes(name, K, nodes_of(name))[1], eos)
+        length, start = max(lengths) + options.max_new_tokens, time.perf_counter()
+        nodes = 16 if K == "auto" else sizes(name, K, nodes_of(name))[1]
+        state = make_state(target, B, length, nodes, eos)
         drafter = drafter_for(name, K, target, drafts, state)
-        start = time.perf_counter()
-        span = slots(shortest)
-        while span <= slots(length + 3 * (K + 1)):              # every graph that the texts grow through
-            warm_up(steps[name], target, drafter, state, sampling, span - 2 * (K + 1))
+        span = slots(min(lengths))
+        while span <= slots(length + 3 * (drafter.nodes + 1)):          # every graph that the texts grow through
+            warm_up(steps[name], target, drafter, state, sampling, span - 2 * (drafter.nodes + 1))
             span *= 2
-        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling, steps[name] is not step))
+        whole = B > 1 or K == "auto"
+        setups[name, K] = Setup(drafter, state, {} if whole else parts(target, drafter, state, sampling, steps[name] is not step))
         seconds = time.perf_counter() - start
-        print(f"compiled {name} K={K} and its parts in {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"compiled {name} K={K}{'' if whole else ' and its parts'} in {seconds:.0f} s", file=sys.stderr, flush=True)
     torch.compiler.set_stance("fail_on_recompile")
     read, moved = reader(options.device)
     cost = median_ms({(*key, part): f for key, setup in setups.items() for part, f in setup.parts.items()} | {"read": read})
     runs = {(*key, kind): [] for kind in prompts for key in setups}
     for _ in range(options.turns):
         for (*key, kind), turns in runs.items():
-            results = [decode(target, setups[tuple(key)], sampling, ids, options.max_new_tokens, steps[key[0]])
-                       for ids in prompts[kind]]
+            results = [decode(target, setups[tuple(key)], sampling, batch, options.max_new_tokens, steps[key[0]])
+                       for batch in prompts[kind]]
             turns.append([sum(x) for x in zip(*results)])                       # seconds, tokens, rounds of all prompts
     torch.compiler.set_stance("default")
     floor = cost["read"] * bytes_read(target, setups["none", 0].state) / moved
-    return summary(runs, cost, floor)
+    return summary(runs, cost, floor, B)
 
 
-def summary(runs: dict, cost: dict, floor: float) -> list[dict]:
+def summary(runs: dict, cost: dict, floor: float, B: int = 1) -> list[dict]:
     """The speed-up measured, and predicted: tokens per round * T_plain / (T_draft(K) + T_verify(K+1) + T_accept)."""
-    rows, plain = [], sum(cost["none", 0, part] for part in PARTS)
+    rows, plain = [], sum(cost.get(("none", 0, part), 0.0) for part in PARTS)
     for (name, K, kind), turns in runs.items():
         speeds = [n / s for s, n, _ in turns]
         ratios = [speed / (n0 / s0) for speed, (s0, n0, _) in zip(speeds, runs["none", 0, kind])]   # within one turn
-        per_round = turns[0][1] / turns[0][2]
-        draft, check, accept = (cost[name, K, part] for part in PARTS)
-        rows.append({"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds),
-                     "tokens_per_round": per_round, "acceptance": (per_round - 1) / K if K else None,
-                     "draft_step_ms": draft / K if K else None, "verify_ms": check, "accept_ms": accept,
-                     "parts_ms": draft + check + accept, "round_ms": 1e3 * statistics.median(s / r for s, _, r in turns),
-                     "speedup": statistics.median(ratios), "predicted": per_round * plain / (draft + check + accept),
-                     "floor_ms": floor})
+        per_round, fixed = turns[0][1] / turns[0][2], K if K != "auto" else 0
+        row = {"draft": name, "k": K, "prompts": kind, "tokens_per_s": statistics.median(speeds),
+               "tokens_per_round": per_round, "acceptance": (per_round - 1) / fixed if fixed else None,
+               "draft_step_ms": None, "verify_ms": None, "accept_ms": None, "parts_ms": None,
+               "round_ms": 1e3 * statistics.median(s / r for s, _, r in turns) if B == 1 else None,
+               "speedup": statistics.median(ratios), "predicted": None, "floor_ms": floor}
+        if (name, K, "verify") in cost:
+            draft, check, accept = (cost[name, K, part] for part in PARTS)
+            whole = draft + check + accept
+            row |= {"draft_step_ms": draft / K if K else None, "verify_ms": check, "accept_ms": accept, "parts_ms": whole,
+                    "predicted": per_round * plain / whole}
+        rows.append(row)
     return rows
 
 

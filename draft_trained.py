@@ -89,7 +89,7 @@ def load_trained(folder: Path, target):
         why = str(error).splitlines()[-1].strip()
         raise ValueError(f"{folder} is no drafter for a target of {c.layers} layers of width {c.dim} and {c.tokens} tokens "
                          f"({why}): train one with train.py {kind}") from None
-    model.trained_for = about.get("fingerprint")
+    model.trained_for, model.usual_k = about.get("fingerprint"), about.get("k")
     borrow(model, target)
     model.output = model.output.to(dtype)
     return model.eval().requires_grad_(False)

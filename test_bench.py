@@ -77,7 +77,7 @@ def test_summary():
 
 
 def test_the_best_k_of_each_drafter_and_kind():
-    rows = [{"draft": d, "prompts": p, "k": k, "speedup": s}
+    rows = [{"batch": 1, "draft": d, "prompts": p, "k": k, "speedup": s}
             for d, p, k, s in (("ngram", "copy", 2, 1.5), ("ngram", "copy", 8, 2.5), ("ngram", "free", 2, 0.9),
                                ("ngram", "free", 8, 0.6))]
     assert [(r["prompts"], r["k"]) for r in bench.best(rows)] == [("copy", 8), ("free", 2)]
@@ -103,6 +103,19 @@ def test_a_run_measures_every_drafter(eager, tmp_path, capsys):
     assert rows[4]["tokens_per_round"] > rows[0]["tokens_per_round"] == 1.0
     out = capsys.readouterr().out
     assert "synthetic weights" in out and out.count("\n| ") == 6 and "of a plain round" in out
+
+
+def test_batches_and_k_auto(eager, tmp_path, capsys):
+    """Kills: a batch that is not filled up; K = "auto" taken for a number; parts of a batch that were not measured."""
+    assert bench_measure.batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+    argv = [*eager, "-k", "2", "auto", "--batch", "1", "3", "--all", "--json", str(tmp_path / "rows.json")]
+    assert bench.main(argv) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(r["batch"], r["draft"], r["k"]) for r in rows] == [(B, *key) for B in (1, 3) for key in (
+        ("none", 0), ("ngram", 2), ("ngram", "auto"), ("draft", 2), ("draft", "auto"))]
+    assert all((r["predicted"] is None) == (r["batch"] == 3 or r["k"] == "auto") for r in rows)
+    assert all(r["tokens_per_round"] == 1.0 for r in rows if r["draft"] == "none")
+    assert "| 3 | draft | auto |" in capsys.readouterr().out
 
 
 def test_the_curve_has_every_point(eager, tmp_path, capsys):
@@ -149,7 +162,7 @@ def test_prompts_of_a_file_are_those_held_out(tmp_path):
     (["--target", "nowhere"], "nowhere"), (["--agreement", "0"], "need --shape"), (["--curve", "--peers"], "not allowed with"),
     (["--shape", "tiny", "--agreement", "0"], "agreement 0.0 must lie"), (["--device", "gpu"], "--device gpu is not available"),
     (["--json", "/dev/null/x/y"], "cannot be written"), (["--plot", "x.png", "--peers"], "leave it out"),
-    (["--prompts", "x", "--curve"], "no --shape, --curve"), (["--most-prompts", "0"], "--most-prompts 0 must"),
+    (["--prompts", "x", "--curve"], "no --shape, --curve"), (["--batch", "2", "--peers"], "--batch 2 has no meaning"), (["--most-prompts", "0"], "--most-prompts 0 must"),
     (["--shape", "tiny", "--draft", "x"], "name the draft by --draft-shape")])
 def test_refusals_are_one_line(argv, message, capsys):
     assert bench.main([*argv, "--threads", "1"]) == 2
