@@ -20,6 +20,7 @@ from drafts import NoDraft
 from load import open_checkpoint
 from model import CHUNK, KVCache
 from output import Row, note, report
+from report import explain, refuse
 from sample import Sampling, probs
 from speculate import State, accept_matched, commit, speculate
 
@@ -200,6 +201,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
     add("--no-compile", action="store_true", help="run eagerly: slower, starts at once")
+    add("--report", nargs="?", const="", metavar="FILE.html",
+        help="then measure plain decoding of the same prompts and say whether guessing pays; FILE.html shows who wrote each token")
     add("--json", action="store_true", help="one JSON object a row on stdout, nothing else")
     add("--interactive", action="store_true", help="a chat that keeps the conversation and its cache")
     return check(parser.parse_args(argv))
@@ -218,6 +221,8 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
          "and one drawn with --couple is only compared with the target's own draw: leave one of them out")
+    need(args.report is None or args.draft != "none",
+         "--report weighs a drafter against plain decoding, and --draft none is plain decoding: leave one of them out")
     need(args.max_new_tokens >= 0, f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     need(all(args.stop), "--stop is empty: give the text to stop at, or leave it out")
     Sampling(1, args.temperature, args.top_k, args.top_p, args.min_p, args.seed or 0)
@@ -229,7 +234,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
                          (" or cuda" if torch.cuda.is_available() else "")) from None
     if args.interactive:
         given = [n for n, v in (("--prompt", args.prompt), ("--prompt-file", args.prompt_file), ("--json", args.json),
-                                ("--raw", args.chat is False), ("--max-new-tokens 0", args.max_new_tokens == 0)) if v]
+                                ("--report", args.report is not None), ("--raw", args.chat is False), ("--max-new-tokens 0", args.max_new_tokens == 0)) if v]
         need(not given, f"--interactive is a chat that reads the terminal: leave out {', '.join(given)}")
         return args
     args.prompt = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
@@ -241,6 +246,8 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     need(args.prompt, 'nothing to do: give --prompt "TEXT", --prompt-file FILE or --interactive')
     for i, prompt in enumerate(args.prompt):
         need(prompt.strip(), f"prompt {i + 1} is empty: give it some text")
+    if args.report:
+        refuse(args.report)
     return args
 
 
@@ -334,6 +341,8 @@ def run_prompts(args, target, tokens, template) -> int:
         else:
             print("" if alone else f"=== {i + 1}: {prompt}\n{row.text}")
     note(report(rows, prompts, engine.compile_s, args.device))
+    if args.report is not None and not any(row.finish == "interrupted" for row in rows):
+        explain(engine, prompts, budgets, rows, args.report, (lambda f: f) if args.no_compile else compiled)
     return 130 if any(row.finish == "interrupted" for row in rows) else 0
 
 

@@ -2,10 +2,20 @@
 import resource
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
 from tokenizer import Stream
+
+
+class Wrote(NamedTuple):
+    """What one round wrote of one row."""
+    K: int                  # guesses
+    tried: int              # of them, those that could have been kept: none past the row's end
+    kept: int               # the first so many of its new ids; the one after them is the correction or the bonus
+    new: int                # ids that are in the text: a stop text can take some back
+    seconds: float
 
 
 class Row:
@@ -15,7 +25,7 @@ class Row:
         self.tokenizer, self.budget, self.stops = tokenizer, budget, stops
         self.stream, self.ids, self.text, self.lengths, self.shown = Stream(tokenizer), [], "", [], 0
         self.finish = None if budget else "length"
-        self.rounds, self.tried, self.kept = 0, [0] * K, [0] * K
+        self.rounds, self.tried, self.kept, self.log = 0, [0] * K, [0] * K, []      # log: a Wrote a round
         self.clock = clock                                  # may stand still while something compiles
         self.start = self.first = self.last = clock()
 
@@ -23,9 +33,9 @@ class Row:
         """Take a round's new ids, `kept` of its `tried` guesses among them -> the text that can be shown by now."""
         if self.finish or not new:
             return ""
-        self.last = self.clock()
+        before, self.last = self.last, self.clock()
         if self.ids:
-            self.count(new, kept, tried)
+            self.count(new, kept, tried, self.last - before)
         else:
             self.first = self.last                          # the first token comes from prefill, not from a round
         for id in new:
@@ -42,10 +52,11 @@ class Row:
         held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
         return self.show(len(self.text) - held)
 
-    def count(self, new: list[int], kept: int, tried: int):
+    def count(self, new: list[int], kept: int, tried: int, seconds: float):
         """A guess past the row's end could not have been kept: it was not tried."""
         room = len(new) if new[-1] in self.tokenizer.eos else self.budget - len(self.ids)
         self.rounds += 1
+        self.log.append(Wrote(tried, min(tried, room), kept, len(new), seconds))
         for i in range(min(tried, room)):
             self.tried[i] += 1
             self.kept[i] += i < kept
@@ -56,6 +67,10 @@ class Row:
         if at is not None:
             self.text, self.finish = self.text[:at], "stop"
             self.ids = self.ids[:next((i for i, n in enumerate(self.lengths, 1) if n >= at), 0) if at else 0]
+            left = self.after_first()
+            for i, wrote in enumerate(self.log):            # its newest rounds wrote less than they brought, or nothing
+                self.log[i] = wrote._replace(new=min(wrote.new, left))
+                left -= self.log[i].new
         return at is not None
 
     def end(self, why: str) -> str:
