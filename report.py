@@ -30,7 +30,7 @@ class Run:
     where: str                      # device, dtype, threads, rows
     plain: list[float]              # seconds of each round of plain decoding
     guess: float                    # seconds of drafting one guess
-    chain: bool                     # False: more is scored than can be kept (a tree), so that other Ks cannot be foretold
+    chain: bool                     # False: more is scored than can be kept (a tree), and no other K can be foretold
     rows: list[list[Wrote]]         # the rounds of each row
     lookup: list[Wrote]             # those that --draft ngram would have written the same text in; their seconds are 0
 
@@ -81,35 +81,37 @@ def weigh(run: Run) -> Weighed:
     alpha, beta = fit_line([(1, plain), *((K + 1, max(t - K * run.guess, 0.0)) for K, t in seconds.items())])
     if beta < 0:                        # noise: no pass takes less for scoring more
         alpha, beta = plain, 0.0
-    curve = {K: K * run.guess + target_seconds(K + 1, alpha, beta) for K in range(1, MOST + 1)} if run.chain else seconds
-    curve = {0: plain} | curve
+    scoring = {K: target_seconds(K + 1, alpha, beta) for K in range(MOST + 1)}
+    curve = {0: plain} | ({K: K * run.guess + t for K, t in scoring.items() if K} if run.chain else seconds)
     tokens_of = {K: expected_tokens(extended(rates, K)) for K in {*curve, *seconds}}
     usual = max((K for K in by_K if K), key=lambda K: len(by_K[K]))
     lookup = rates_of(kept_by_position(run.lookup))
-    pace = mean(run.plain)
+
+    def measured(some: list[Wrote]) -> float:
+        return speed_up(mean(r.new for r in some), 0.0, mean(r.seconds for r in some), mean(run.plain))
     return Weighed(
         counts, rates, mean(r.new for r in rounds), plain, seconds, run.guess / plain, (alpha, beta),
-        cost_of_a_guess(run.guess, alpha, beta),
-        measured=speed_up(mean(r.new for r in rounds), 0.0, mean(r.seconds for r in rounds), pace),
+        cost_of_a_guess(run.guess, alpha, beta), measured(rounds),
         predicted=speed_up(mean(tokens_of[r.K] for r in rounds), 0.0, mean(seconds[r.K] for r in rounds), plain),
-        points={K: speed_up(mean(r.new for r in some), 0.0, mean(r.seconds for r in some), pace) for K, some in by_K.items()},
+        points={K: measured(some) for K, some in by_K.items()},
         curve={K: speed_up(tokens_of[K], 0.0, t, plain) for K, t in curve.items()}, best=best_k(rates, curve),
         even=break_even(usual, 0.0, seconds[usual], plain),
-        alike=break_even(usual, 0.0, tokens_of[usual], 1.0),            # as many tokens as plain rounds: 1 each
-        lookup=best_k(lookup, {K: target_seconds(K + 1, alpha, beta) for K in range(MOST + 1)}) if run.chain else (0, 1.0))
+        alike=break_even(usual, 0.0, tokens_of[usual], 1.0),            # as if a round cost what it brings
+        lookup=best_k(lookup, scoring) if run.chain else (0, 1.0))
 
 
 def advice(run: Run, w: Weighed) -> str:
     """One sentence: what to do next time, and the numbers that say so."""
     (K, up), (look, look_up) = w.best, w.lookup
     if look and run.draft != "ngram" and look_up > CLEARLY * max(up, w.predicted):
-        return f"use ngram, -k {look}: looked-up guesses would have made this text {look_up:.2f} times as fast as plain " \
-               f"decoding, this drafter {max(up, w.predicted):.2f} at best"
+        return (f"use ngram, -k {look}: looked-up guesses would have written this text {look_up:.2f} times as fast as "
+                f"plain decoding, this drafter {max(up, w.predicted):.2f} at best")
     if not K and not run.chain:
-        return f"off (--draft none): a round costs {w.tokens / w.predicted:.2f} plain rounds and brings {w.tokens:.2f} tokens"
+        return (f"off (--draft none): a round costs {w.tokens / w.predicted:.2f} plain rounds and brings "
+                f"{w.tokens:.2f} tokens")
     if not K:
-        return f"off (--draft none): of a plain round, drafting a guess costs {w.c:.0%} and scoring it {w.cost - w.c:.0%}, " \
-               f"and of the first guesses {w.rates[0]:.0%} are kept"
+        return (f"off (--draft none): of a plain round, drafting a guess costs {w.c:.0%} and scoring it "
+                f"{w.cost - w.c:.0%}, and {w.rates[0]:.0%} of the first guesses are kept")
     if K not in w.seconds and up > CLEARLY * w.predicted:
         return f"K = {K} (-k {K}): {up:.2f} times plain decoding by these costs, as it ran {w.predicted:.2f}"
     return f"leave it as it is: {w.measured:.2f} times plain decoding measured, {w.predicted:.2f} predicted"
@@ -120,11 +122,12 @@ def facts(run: Run, w: Weighed) -> list[tuple[str, str]]:
     (alpha, beta), ms = w.line, lambda t: f"{1000 * t:.1f} ms"
     rounds = [(f"round of K = {K}", f"{ms(t)}, median of {sum(r.K == K for row in run.rows for r in row)}")
               for K, t in w.seconds.items()]
-    scoring = [("scoring", f"{ms(alpha)} and {ms(beta)} a token; one more guess, drafted and scored, costs {w.cost:.0%} of a "
-                           f"plain round")] if run.chain else []
+    scoring = [("scoring", f"{ms(alpha)} and {ms(beta)} a token; one more guess, drafted and scored, costs "
+                           f"{w.cost:.0%} of a plain round")] if run.chain else []
     even = "not even if all are kept" if w.even is None else f"if {w.even:.0%} were kept at every position"
     return [("plain round", f"{ms(w.plain)}, median of {len(run.plain)}: the same prompts, nothing guessed"), *rounds,
-            ("drafting", f"{ms(run.guess)} a guess, propose and observe timed alone: c = {w.c:.1%} of a plain round"), *scoring,
+            ("drafting", f"{ms(run.guess)} a guess, propose and observe timed alone: c = {w.c:.1%} of a plain round"),
+            *scoring,
             ("kept", ", ".join(f"{kept} of {tried}" for kept, tried in w.counts if tried) + ": by position, of guesses "
              f"whose predecessors were kept ({' '.join(f'{rate:.0%}' for rate in w.rates)})"),
             ("tokens a round", f"{w.tokens:.2f}"),
@@ -136,8 +139,8 @@ def facts(run: Run, w: Weighed) -> list[tuple[str, str]]:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 def looked_up(prompt: list[int], ids: list[int], K: int) -> list[Wrote]:
-    """The rounds in which --draft ngram would have written this text after this prompt.  A looked-up guess is kept where it
-    is the token that was drawn, so the text alone decides: exact for greedy text, and for one that is drawn."""
+    """The rounds in which --draft ngram would have written this text after the prompt.  A looked-up guess is kept where
+    it is the token that is drawn, at any temperature, so the text alone decides."""
     text, rounds, at = torch.tensor(prompt + ids), [], len(prompt)          # at: the newest token; prefill drew it
     drafter = NgramDraft(K)
     while at < len(text) - 1:
@@ -165,7 +168,7 @@ class Witness:
 
 @torch.no_grad()
 def drafting_seconds(target, drafter, state, sampling, compiled, turns: int = 15) -> float:
-    """Median seconds that a round spends in the drafter, propose and observe by themselves, compiled as the round is."""
+    """Median seconds that a round spends in the drafter: propose and observe alone, compiled as the round is."""
     witness = Witness(drafter)
     speculate(target, witness, state, sampling)                 # every row has ended: nothing is committed
     _, *seen = (x.clone() if torch.is_tensor(x) else x for x in witness.seen)

@@ -1,4 +1,4 @@
-"""The page of --report FILE.html: the text coloured by who wrote each token, and the plots.  One file, no script, no network.
+"""The page of --report FILE.html: the text coloured by who wrote each token, and plots.  One file that loads nothing.
 
 Everything here is strings: it takes what report.py computed and output.Row wrote, and measures nothing.
 """
@@ -13,24 +13,27 @@ WRITERS = {
     "plain": "drawn by the target in a round without guesses, or after the prompt",
 }
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --page: #fcfcfb; --soft: #667; --line: #ddd; --blue: #2368b4; --red: #b4501e;
-  --drafted: #cfe3fb; --corrected: #ffd6b3; --bonus: #c6ecc9; --plain: #ececec; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e6; --page: #16181b; --soft: #9aa3ad; --line: #3a3f45; --blue: #6fb0f5;
-  --red: #f09a5c; --drafted: #1d4a78; --corrected: #7a4516; --bonus: #1f5a2f; --plain: #3a3d42; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; } small, figcaption, th { color: var(--soft); }
+:root { color-scheme: light dark; --ink: #1b1f24; --page: #fcfcfb; --soft: #5b6570; --line: #ddd; --blue: #2368b4;
+  --red: #b4501e; --drafted: #cfe3fb; --corrected: #ffd6b3; --bonus: #c6ecc9; --plain: #ececec; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e6; --page: #16181b; --soft: #9aa3ad; --line: #3a3f45;
+  --blue: #6fb0f5; --red: #f09a5c; --drafted: #1d4a78; --corrected: #7a4516; --bonus: #1f5a2f; --plain: #3a3d42; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; white-space: pre-wrap; }
+small, figcaption, th { color: var(--soft); }
 .advice { font-size: 1.1rem; border-left: 4px solid var(--blue); padding-left: .8rem; }
-table { border-collapse: collapse; } th { text-align: left; font-weight: normal; padding-right: 1.5rem; vertical-align: top; }
+th { text-align: left; font-weight: normal; padding-right: 1.5rem; vertical-align: top; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 15px/1.9 ui-monospace, monospace; }
-.text span, .key span { border-radius: 3px; padding: .15em 0; } .key span { padding: .15em .6em; }
+.text span { border-radius: 3px; padding: .15em 0; } .text span:hover { outline: 2px solid var(--blue); }
+.key { list-style: none; padding: 0; } .key span { border-radius: 3px; padding: .15em .6em; }
+.key li { margin: .3rem 0; }
 .drafted { background: var(--drafted); } .bonus { background: var(--bonus); border-bottom: 2px solid; }
 .corrected { background: var(--corrected); border-bottom: 2px dashed; } .plain { background: var(--plain); }
-.text span:hover { outline: 2px solid var(--blue); } .key { list-style: none; padding: 0; } .key li { margin: .3rem 0; }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 26rem; } svg { width: 100%; height: auto; }
-svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--line); } .one { stroke: var(--soft); }
-.bar { fill: var(--blue); } .curve { fill: none; stroke: var(--blue); stroke-width: 2; } .far { stroke-dasharray: 4 4; }
-.point { fill: var(--red); } .k { fill: none; stroke: var(--red); stroke-width: 1.5; } .even { stroke: var(--red); stroke-dasharray: 4 4; }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 26rem; }
+svg { width: 100%; height: auto; } svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
+.grid { stroke: var(--line); } .one { stroke: var(--soft); } .even { stroke: var(--red); stroke-dasharray: 4 4; }
+.curve { fill: none; stroke: var(--blue); stroke-width: 2; } .far { stroke-dasharray: 4 4; } .bar { fill: var(--blue); }
+.k { fill: none; stroke: var(--red); stroke-width: 1.5; } .point { fill: var(--red); }
 """
 
 
@@ -56,7 +59,8 @@ def spans(row, prompt: int) -> str:
     out = []
     for at, (id, piece, (who, number, i)) in enumerate(zip(row.ids, pieces(row), writers(row.log))):
         where = f"round {number} of K = {row.log[number - 1].K}, token {i}" if number else "prefill"
-        out.append(f'<span class="{who}" title="{who}: id {id}, position {prompt + at}, {where}">{escape(piece) or "∅"}</span>')
+        title = f"{who}: id {id}, position {prompt + at}, {where}"
+        out.append(f'<span class="{who}" title="{title}">{escape(piece) or "∅"}</span>')
     return f'<div class="text">{"".join(out)}</div>'
 
 
@@ -74,9 +78,9 @@ def legend(rows) -> str:
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 class Plot:
-    """An SVG with its axes from (0, 0): x and y are their ends, marks are appended to `parts`."""
+    """An SVG whose axes go from (0, 0) to (x, y); ticks are {value: label}, and str() is the figure."""
 
-    def __init__(self, title: str, x: float, y: float, x_ticks: dict, y_ticks: dict, width: int = 460, height: int = 240):
+    def __init__(self, title: str, x: float, y: float, x_ticks: dict, y_ticks: dict, width=460, height=240):
         self.title, self.ends, self.size, self.parts = title, (x, y), (width, height), []
         for value, label in y_ticks.items():
             self.line(0, value, x, value, "grid")
@@ -94,7 +98,8 @@ class Plot:
         self.parts.append(f'<line class="{kind}" x1="{a}" y1="{b}" x2="{c}" y2="{d}"/>')
 
     def path(self, points, kind):
-        self.parts.append(f'<polyline class="{kind}" points="{" ".join(f"{a},{b}" for a, b in (self.at(*p) for p in points))}"/>')
+        through = " ".join("{},{}".format(*self.at(x, y)) for x, y in points)
+        self.parts.append(f'<polyline class="{kind}" points="{through}"/>')
 
     def bar(self, x0, x1, y, title):
         (a, b), (c, d) = self.at(x0, y), self.at(x1, 0)
@@ -133,8 +138,8 @@ def plot_speed(w) -> Plot:
     """Speed-up against K: foretold for every K, measured for those that ran."""
     most, top = max(*w.curve, 4), max([*w.curve.values(), *w.points.values(), 1.0]) * 1.15
     step = next(s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 100.0) if top / s <= 7)
-    plot = Plot("Speed-up over plain decoding against K: line foretold (dashed: a K that has not run), dots measured", most, top,
-                {K: str(K) for K in range(0, most + 1, 2 if most > 8 else 1)},
+    plot = Plot("Speed-up over plain decoding against K: line foretold (dashed: above any K that ran), dots measured",
+                most, top, {K: str(K) for K in range(0, most + 1, 2 if most > 8 else 1)},
                 {i * step: f"{i * step:g}" for i in range(int(top / step) + 1)})
     plot.line(0, 1, most, 1, "one")
     ran = max(w.points)
@@ -151,11 +156,12 @@ def plot_rounds(log) -> Plot:
     written, most = 1 + sum(r.new for r in log), max(r.K for r in log) + 1
     every = next(s for s in (4, 8, 16, 32, 64, 128, 256, 1024, 1 << 20) if written / s <= 16)
     plot = Plot("Along the text: tokens of each round (bars, as wide as high) and its K (line)", written, most,
-                {x: str(x) for x in range(0, written + 1, every)}, {y: str(y) for y in range(0, most + 1, 1 + most // 8)}, 940, 150)
+                {x: str(x) for x in range(0, written + 1, every)},
+                {y: str(y) for y in range(0, most + 1, 1 + most // 8)}, 940, 150)
     at, steps = 1, []
     for number, r in enumerate(log, start=1):
         if r.new:
-            plot.bar(at, at + max(r.new - 0.2, 0.5), r.new, f"round {number}: {r.kept} of {r.K} guesses kept, {r.new} tokens")
+            plot.bar(at, at + r.new - 0.2, r.new, f"round {number}: {r.kept} of {r.K} guesses kept, {r.new} tokens")
         steps += [(at, r.K), (at + r.new, r.K)]
         at += r.new
     plot.path(steps, "k")
@@ -175,11 +181,11 @@ def page(run, w, facts, texts: list[str], prompts: list[list[int]], rows) -> str
 <title>Does it pay? {escape(run.draft)}</title><style>{STYLE}</style></head><body>
 <h1>Does it pay?</h1><p><small>{escape(run.draft)}; {escape(run.where)}</small></p>
 <p class="advice">{escape(dict(facts)["advice"])}</p>
-<h2>Who wrote it</h2><p>A round drafts K guesses; the target scores them in one pass, keeps a prefix and draws one token more.
-Point at a token for its id, position and round.</p>{legend(rows)}{written}
+<h2>Who wrote it</h2><p>A round drafts K guesses; the target scores them in one pass, keeps a prefix and draws one token
+more. Point at a token for its id, position and round.</p>{legend(rows)}{written}
 <h2>What it costs and brings</h2><div class="plots">{plot_kept(w)}{plot_speed(w)}</div><table>{table}</table>
-<p><small>With r the shares kept by position, 1 + r1 + r1 r2 + ... = {formula:.2f} tokens a round are expected at K = {max(w.seconds)};
-the speed-up foretold is that, times the seconds of a plain round, over those of the round. Leviathan et al. 2023,
-arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318; the formulas are in plan.py.</small></p>
+<p><small>With r the shares kept by position, 1 + r1 + r1 r2 + ... = {formula:.2f} tokens a round are expected at
+K = {max(w.seconds)}; the speed-up foretold is that, times the seconds of a plain round, over those of the round.
+Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318; the formulas are in plan.py.</small></p>
 </body></html>
 """
