@@ -106,6 +106,9 @@ def advice(run: Run, w: Weighed) -> str:
     if look and run.draft != "ngram" and look_up > CLEARLY * max(up, w.predicted):
         return (f"use ngram, -k {look}: looked-up guesses would have written this text {look_up:.2f} times as fast as "
                 f"plain decoding, this drafter {max(up, w.predicted):.2f} at best")
+    if K in (0, *w.seconds) and (w.measured - 1) * (w.predicted - 1) < 0:
+        return (f"too close to say: {w.measured:.2f} times plain decoding measured, {w.predicted:.2f} predicted; let "
+                "it write more, on a quiet machine")
     if not K and not run.chain:
         return (f"off (--draft none): a round costs {w.tokens / w.predicted:.2f} plain rounds and brings "
                 f"{w.tokens:.2f} tokens")

@@ -19,8 +19,8 @@ STYLE = """
   --blue: #6fb0f5; --red: #f09a5c; --drafted: #1d4a78; --corrected: #7a4516; --bonus: #1f5a2f; --plain: #3a3d42; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; white-space: pre-wrap; }
-small, figcaption, th { color: var(--soft); }
+h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; }
+small, figcaption, th, .prompt { color: var(--soft); } .prompt { white-space: pre-wrap; margin: 1.5rem 0 .4rem; }
 .advice { font-size: 1.1rem; border-left: 4px solid var(--blue); padding-left: .8rem; }
 th { text-align: left; font-weight: normal; padding-right: 1.5rem; vertical-align: top; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 15px/1.9 ui-monospace, monospace; }
@@ -153,7 +153,7 @@ def plot_speed(w) -> Plot:
 
 def plot_rounds(log) -> Plot:
     """Along the text: how many tokens each round brought, and how many guesses it had made."""
-    written, most = 1 + sum(r.new for r in log), max(r.K for r in log) + 1
+    written, most = 1 + sum(r.new for r in log), max((r.K for r in log), default=0) + 1
     every = next(s for s in (4, 8, 16, 32, 64, 128, 256, 1024, 1 << 20) if written / s <= 16)
     plot = Plot("Along the text: tokens of each round (bars, as wide as high) and its K (line)", written, most,
                 {x: str(x) for x in range(0, written + 1, every)},
@@ -173,7 +173,7 @@ def plot_rounds(log) -> Plot:
 def page(run, w, facts, texts: list[str], prompts: list[list[int]], rows) -> str:
     """The whole page.  texts: the prompts as they were given; prompts: their ids; rows: the output.Row of each."""
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
-    written = "".join(f"<h2>{escape(text)}</h2>{spans(row, len(ids))}{plot_rounds(row.log) if row.log else ''}"
+    written = "".join(f'<p class="prompt">{escape(text)}</p>{spans(row, len(ids))}{plot_rounds(row.log)}'
                       for text, ids, row in zip(texts, prompts, rows))
     formula = expected_tokens(extended(w.rates, max(w.seconds)))
     return f"""<!DOCTYPE html>

@@ -27,7 +27,7 @@ class Tokens:
 
 
 class Scripted:
-    """Guesses so many of the next tokens of a known text rightly as the script says for this round, the others wrongly."""
+    """Guesses the next tokens of a known text: in each round the first so many rightly as the script says."""
     taps = ()
 
     def __init__(self, text, script, K):
@@ -167,6 +167,7 @@ def test_noise_never_makes_scoring_cheaper():
     ([(2, 1, 14.0)] * 10 + [(2, 2, 14.0)] * 10 + [(2, 0, 14.0)] * 5, {"chain": False}, "leave it as it is: 1.57 times"),
     ([(1, 0, 15.3)] * 12 + [(1, 1, 15.3)] * 13, {"guess": 4.1}, "off (--draft none): of a plain round, drafting a "
      "guess costs 41% and scoring it 12%, and 52% of the first guesses are kept"),
+    ([(2, 2, 14.0)] * 8 + [(2, 2, 140.0)] * 7, {"chain": False}, "too close to say: 0.41 times plain"),
     ([(2, 0, 25.0)] * 9, {"chain": False}, "a round costs 2.50 plain rounds and brings 1.00 tokens"),
     ([(2, 0, 15.0)] * 9, {"lookup": [Wrote(16, 16, 16, 17, 0.0)] * 9}, "use ngram, -k 16: "),
     ([(2, 0, 15.0)] * 9, {"lookup": [Wrote(16, 16, 16, 17, 0.0)] * 9, "draft": "ngram"}, "off (--draft none)"),
@@ -264,7 +265,7 @@ def test_the_page_shows_every_token():
         assert title == f"{kind}: id {row.ids[at]}, position {len(prompt) + at}, {where}"
     counts = {w: sum(kind == w for kind, *_ in page.spans) for w in report_page.WRITERS}
     assert {w: int(n) for w, n in re.findall(r'<li><span class="\w+">(\w+)</span> (\d+) ', html)} == counts
-    assert "<h2>why &lt;b&gt;&amp;?</h2>" in html and "http" not in html and "url(" not in html
+    assert ">why &lt;b&gt;&amp;?</p>" in html and "http" not in html and "url(" not in html
 
 
 def test_the_plots_show_what_was_weighed():
@@ -298,7 +299,7 @@ def test_report_from_the_command_line(run, tmp_path):
                         "break-even", "advice"]
     assert "tokens a round:  " in err and "report: scripted; CPU, 1 threads, float32, batch 2, eager" in err
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert html.count('class="text"') == 2 and "<h2>a &lt;b&gt;</h2>" in html and len(Page(html).spans) == 80
+    assert html.count('class="text"') == 2 and ">a &lt;b&gt;</p>" in html and len(Page(html).spans) == 80
     assert lines["advice"].replace("&", "&amp;") in html
 
 
