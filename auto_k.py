@@ -123,6 +123,9 @@ class Plain(nn.Module):
         self.register_buffer("heard", heard)
         self.register_buffer("at", torch.zeros_like(state.pos))             # position of the token that is fed next
 
+    def start(self, state: State, begin: Tensor, hidden: Tensor):
+        self.at.copy_(state.pos)
+
     def propose(self, state: State, sampling) -> Draft:
         return Draft(state.tokens[:, :0])
 
@@ -176,7 +179,7 @@ class AutoDraft:
             self.catch_up(state)
         if not K and not self.lag:
             self.followed.copy_(state.pos)
-            self.drafters[0].at.copy_(state.pos)
+            self.drafters[0].start(state, None, None)
         self.lag = 0 if K else self.lag + 1
         self.launched.append((K, self.clock()))
         return self.drafters[K]

@@ -97,6 +97,16 @@ def drafter_named(name: str, target, state: State, K: int, load, tree: int | Non
     return drafter_of(load(name), target, state, K, tree, couple)
 
 
+def model_of(drafter):
+    """The model that it runs to guess; None where it has none, or only the target."""
+    return getattr(getattr(drafter, "other", drafter), "model", None)
+
+
+def same_drafter(args, target, drafter, state: State):
+    """The drafter again, for the rows of another state.  They share the model."""
+    return drafter_named(args.draft, target, state, args.k, lambda name: model_of(drafter), args.tree, args.couple)
+
+
 def needs_weights(name: str) -> bool:
     """Whether this --draft names a folder, behind ngram+ or not."""
     kind = name.removeprefix("ngram+").partition(":")[0]

@@ -4,6 +4,7 @@ An independent draft must work out the text for itself.  EAGLE is told what the 
 cache holds the pair (target's features at position i, token at position i + 1), and its output there guesses token i + 2.
 Beyond the newest token there are no features yet: its own output takes their place.
 """
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class EagleDraft(nn.Module):
         B, S = state.tokens.shape
         weight = model.embed.weight
         self.model, self.nodes, self.taps, self.couple = model, K, model.taps, couple
-        self.cache = KVCache(model.config, B, S, weight.device, weight.dtype)
+        self.cache = KVCache(replace(model.config, layers=1), B, S, weight.device, weight.dtype)
         self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to
         self.register_buffer("guessed", torch.zeros(B, 1, model.config.dim, device=weight.device, dtype=weight.dtype))
 

@@ -84,13 +84,31 @@ class Row:
     def after_first(self) -> int:
         return max(0, len(self.ids) - 1)        # a stop text can take back the first token too
 
+    def shares(self) -> list[float]:
+        """Seconds that each token after the first took of its round."""
+        return [r.seconds / r.new for r in self.log for _ in range(r.new)]
+
     def stats(self) -> dict:
+        """Latencies by the field's names, in seconds: `ttft`, time to first token; `tpot`, time per output token, whose
+        mean, (last - first) / (tokens - 1), is 1 / tokens_per_s; `itl`, inter-token latency, the gaps between arrivals
+        as a reader sees them.  A round brings several tokens at once: that is one gap, and each token took its share of
+        it; the median and p95 of tpot are of these shares.  In plain decoding tpot and itl are the same."""
         written, seconds = self.after_first(), self.last - self.first
         return {"new_tokens": len(self.ids), "rounds": self.rounds,
                 "tokens_per_round": round(written / self.rounds, 3) if self.rounds else None,
                 "accepted_per_position": [round(k / t, 3) if t else None for k, t in zip(self.kept, self.tried)],
                 "ttft_s": round(self.first - self.start, 4),
-                "tokens_per_s": round(written / seconds, 2) if seconds > 0 else None}
+                "tokens_per_s": round(written / seconds, 2) if seconds > 0 else None,
+                **dict(zip(("tpot_median_s", "tpot_p95_s"), median_and_p95(self.shares()))),
+                **dict(zip(("itl_median_s", "itl_p95_s"), median_and_p95([r.seconds for r in self.log])))}
+
+
+def median_and_p95(seconds: list[float]) -> list[float | None]:
+    """Interpolated linearly, as numpy.percentile does."""
+    if not seconds:
+        return [None, None]
+    seconds, at = (torch.tensor(x, dtype=torch.float64) for x in (seconds, [0.5, 0.95]))
+    return [round(x, 5) for x in seconds.quantile(at).tolist()]
 
 
 def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) -> str:
@@ -102,6 +120,8 @@ def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) 
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parts = [f"{sum(map(len, prompts))} prompt tokens, first token after {max(r.first - r.start for r in rows):.2f} s",
              f"{tokens} new tokens" + (f", {after_first / seconds:.1f} tokens/s" if seconds > 0 else "")]
+    if shares := [share for r in rows for share in r.shares()]:
+        parts.append("{:.1f} ms a token (median; p95 {:.1f})".format(*(1000 * s for s in median_and_p95(shares))))
     if rounds:
         parts.append(f"{rounds} rounds of {after_first / rounds:.2f} tokens")
     if any(tried):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from drafts import NgramDraft, NoDraft
+from drafts import NgramDraft
 from output import Row, Wrote, note
 from plan import best_k, break_even, cost_of_a_guess, expected_tokens, extended, fit_line, speed_up, target_seconds
 from report_page import page
@@ -192,9 +192,9 @@ def drafting_seconds(target, drafter, state, sampling, compiled, turns: int = 15
 def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row], compiled) -> Run:
     """Weigh what the engine has just run against plain decoding, in this process and compiled alike.  It knows of the
     engine its models, state, settings and run(); no compiling is in the seconds."""
-    args, drafter, K = engine.args, engine.drafter, max(r.K for row in rows for r in row.log)
-    guess = drafting_seconds(engine.target, drafter, engine.state, engine.sampling, compiled) / K
-    engine.drafter = NoDraft()
+    args, drafter, guesser = engine.args, engine.drafter, engine.guesser
+    guess = drafting_seconds(engine.target, guesser, engine.state, engine.sampling, compiled) / args.k
+    engine.drafter = engine.nobody
     for most in (4, CALIBRATION):                               # the first compiles
         plain = engine.run(prompts, [min(budget, most) for budget in budgets], lambda i, text: None)
     engine.drafter = drafter
@@ -203,7 +203,7 @@ def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row
     name = "ngram+" * args.draft.startswith("ngram+") + Path(args.draft.removeprefix("ngram+")).name
     return Run(name, f"{device}, {str(weight.dtype)[6:]}, batch {len(rows)}, "
                f"{'eager' if args.no_compile else 'compiled'}", [r.seconds for row in plain for r in row.log], guess,
-               drafter.nodes == args.k, [row.log for row in rows],
+               guesser.nodes == args.k, [row.log for row in rows],
                [r for prompt, row in zip(prompts, rows) for r in looked_up(prompt, row.ids, MOST)])
 
 

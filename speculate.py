@@ -26,7 +26,9 @@ class State(nn.Module):
         self.register_buffer("pos", torch.full((B,), -1, device=device))                    # -1: nothing chosen yet
         self.register_buffer("limit", torch.zeros(B, dtype=torch.int64, device=device))     # last position to fill
         self.register_buffer("live", torch.zeros(B, dtype=torch.bool, device=device))       # False: it has ended
-        self.drafter = None                     # whose cache has followed this text: another one must be fed all of it
+        # Whose cache has followed this text: another drafter must be fed all of it.  In a tuple, for a drafter that is a
+        # module would become part of this one, and none that is no module could follow it.
+        self.followed_by = (None,)
         self.register_buffer("eos", torch.tensor(list(eos) or [-1], device=device))
 
 

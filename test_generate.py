@@ -25,7 +25,8 @@ V, END = len(PIECES) + 2, len(PIECES) + 1
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SMILE = [b"\xf0", b"\x9f", b"\x99", b"\x82", b" ", b"H", b"e", b"l", b"lo", b"!"]     # "scripted" writes this after "!"
-STATS = "new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s compile_s draft k verify couple seed".split()
+STATS = ("new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s tpot_median_s tpot_p95_s "
+         "itl_median_s itl_p95_s compile_s draft k verify couple seed").split()
 
 
 # ---- models and tools
@@ -173,6 +174,7 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--draft lookahead -k 2": "-k 2 has no meaning", "--draft lookahead --tree 8": "--tree 8 needs a drafter",
     "--draft lookahead --verify block": "of --draft lookahead are chosen: leave --verify out",
     "--interactive --target {m}/bare": "bare has no chat template: use --prompt",
+    "--check --draft none": "which --draft none is: leave one of them out", "--interactive --check": "leave out --check",
     "--interactive --prompt a": "leave out --prompt", "--interactive --json": "leave out --json"}
 
 
@@ -289,6 +291,23 @@ def test_stop(stops, rounds, shown, text, count, finish, models):
     assert (row.text, row.ids, row.finish) == (text, sum(ids, [])[:count], finish) and row.push(ids[0], 0, 0) == ""
 
 
+def test_latencies(models, monkeypatch):
+    """Rounds of 1, 2 and 4 tokens, 3, 1 and 2 seconds apart.  Killed: the first token's wait among the gaps; a round's
+    seconds given to each of its tokens; tokens counted as gaps; None where nothing came after the first token."""
+    row = cli.Row(tokenizers.load(models / "target"), 8, 4, clock=iter([0, 10, 13, 14, 16]).__next__)
+    none = {"tpot_median_s": None, "tpot_p95_s": None, "itl_median_s": None, "itl_p95_s": None}
+    row.push([65], 0, 0)
+    assert row.stats() | none | {"ttft_s": 10} == row.stats()
+    for new in ([66], [67, 68], [69, 70, 71, 72]):
+        row.push(new, len(new) - 1, 3)
+    assert row.gaps == [3, 1, 2] and row.shares == [3, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    stats = row.stats()
+    assert (stats["tpot_median_s"], stats["tpot_p95_s"]) == (0.5, 2.25)             # 0.7 of the way from 0.5 to 3
+    assert (stats["itl_median_s"], stats["itl_p95_s"], stats["tokens_per_s"]) == (2, 2.9, round(7 / 6, 2))
+    line = cli.report([row], [[1]], 0, torch.device("cpu"))
+    assert "8 new tokens, 1.2 tokens/s; 500.0 ms a token (median; p95 2250.0); 3 rounds" in line
+
+
 def test_stop_from_the_command_line(run, rows):
     """Killed: --stop not handed to Row; negative rates where it took back the first token; a batch's rows streamed into
     each other, or numbered from 0."""
@@ -326,7 +345,7 @@ def test_interrupted_process(models):
     first = os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    assert process.returncode == 130 and err.count(b"\n") == 1 and b"new tokens" in err
+    assert process.returncode == 130 and err.count(b"\n") == 2 and b"new tokens" in err
     assert out[-1:] == b"\n" and ("🙂 Hello!" * 400).startswith((first + out).decode().rstrip("\n\ufffd"))
 
 
