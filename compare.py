@@ -138,8 +138,8 @@ def rows_at_once(nodes: int) -> int:
 @torch.no_grad()
 def sampled(engine, prompts, state: State) -> dict:
     """A chi-square of two samples, to which each prompt adds its statistic and its degrees of freedom.
-    It finds what is plainly wrong: of two bugs planted with a draft that agrees half the time, keeping every guess gave
-    p = 0, drawing from p where the residual belongs 4e-7.  What is slightly wrong is test_law.py's business."""
+    It finds what is plainly wrong: with a draft of sum(min(p, q)) = 0.4, keeping every guess gave p = 0, and drawing
+    from the target's law where the residual belongs 4e-7.  What is slightly wrong is test_law.py's business."""
     drafter = same_drafter(engine.args, engine.target, engine.guesser, state)
     statistic, freedom, seeds = 0.0, 0, count(engine.args.seed or 0)
     for prompt in prompts:

@@ -59,7 +59,7 @@ ASK = ["--prompt", "hello", "--prompt", "the other thing", "--max-new-tokens", "
 
 @pytest.mark.parametrize("draft", ["ngram", "{m}/near", "{m}/target", "lookahead:3,3,2", "ngram+{m}/rand"])
 def test_the_same_tokens(draft, check):
-    """Kills: rows compared in reverse; what the speculative run left in the caches used again by plain decoding."""
+    """Kills: rows compared in reverse; a drafter that is a module as a part of the state, which then takes no other."""
     code, found, lines = check(*ASK, "--draft", draft)
     assert (code, found) == (0, {"verdict": "same", "tokens": 80, "parted": []})
     assert lines == ["--check: plain decoding writes the same 80 tokens"]
