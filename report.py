@@ -116,26 +116,27 @@ def advice(run: Run, w: Weighed) -> str:
         return (f"off (--draft none): of a plain round, drafting a guess costs {w.c:.0%} and scoring it "
                 f"{w.cost - w.c:.0%}, and {w.rates[0]:.0%} of the first guesses are kept")
     if K not in w.seconds and up > CLEARLY * w.predicted:
-        return f"K = {K} (-k {K}): {up:.2f} times plain decoding by these costs, as it ran {w.predicted:.2f}"
+        return f"K = {K} (-k {K}): {up:.2f} times plain decoding predicted, against {w.predicted:.2f} as it ran"
     return f"leave it as it is: {w.measured:.2f} times plain decoding measured, {w.predicted:.2f} predicted"
 
 
 def facts(run: Run, w: Weighed) -> list[tuple[str, str]]:
     """What was measured and what follows: (name, value in words)."""
     (alpha, beta), ms = w.line, lambda t: f"{1000 * t:.1f} ms"
-    rounds = [(f"round of K = {K}", f"{ms(t)}, median of {sum(r.K == K for row in run.rows for r in row)}")
+    rounds = [(f"round of K = {K}", f"{ms(t)}, median of {sum(r.K == K for row in run.rows for r in row)} rounds")
               for K, t in w.seconds.items()]
     scoring = [("scoring", f"{ms(alpha)} and {ms(beta)} a token; one more guess, drafted and scored, costs "
                            f"{w.cost:.0%} of a plain round")] if run.chain else []
-    even = "not even if all are kept" if w.even is None else f"if {w.even:.0%} were kept at every position"
-    return [("plain round", f"{ms(w.plain)}, median of {len(run.plain)}: the same prompts, nothing guessed"), *rounds,
+    even = "not even where all are kept" if w.even is None else f"where {w.even:.0%} are kept at every position"
+    return [("plain round", f"{ms(w.plain)}, median of {len(run.plain)} rounds: the same prompts, nothing guessed"),
+            *rounds,
             ("drafting", f"{ms(run.guess)} a guess, propose and observe timed alone: c = {w.c:.1%} of a plain round"),
             *scoring,
             ("kept", ", ".join(f"{kept} of {tried}" for kept, tried in w.counts if tried) + ": by position, of guesses "
              f"whose predecessors were kept ({' '.join(f'{rate:.0%}' for rate in w.rates)})"),
             ("tokens a round", f"{w.tokens:.2f}"),
             ("speed-up", f"{w.measured:.2f} measured, {w.predicted:.2f} predicted"),
-            ("break-even", f"{even}; here it is as if {w.alike:.0%} were"),
+            ("break-even", f"{even}; here the tokens a round are those of {w.alike:.0%}"),
             ("advice", advice(run, w))]
 
 

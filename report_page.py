@@ -123,14 +123,15 @@ class Plot:
 def plot_kept(w) -> Plot:
     """The share kept at each position, and the one at which guessing breaks even."""
     shown = [(kept, tried) for kept, tried in w.counts if tried]
-    plot = Plot("Kept at each position of a round, of guesses whose predecessors were kept", len(shown), 1.1,
+    wide = len(shown) * 4 / 3                           # room for the words beside the bars
+    plot = Plot("Kept at each position of a round, of guesses whose predecessors were kept", wide, 1.1,
                 {i + 0.5: str(i + 1) for i in range(len(shown))}, {share / 4: f"{share * 25} %" for share in range(5)})
     for i, (kept, tried) in enumerate(shown):
         plot.bar(i + 0.15, i + 0.85, kept / tried, f"guess {i + 1}: {kept} of {tried} kept")
         plot.text(i + 0.5, kept / tried, f"{kept / tried:.0%}", "middle", 0, -4)
     if w.even is not None:
-        plot.line(0, w.even, len(shown), w.even, "even")
-        plot.text(len(shown), w.even, f"break-even {w.even:.0%}", "end", 0, -4)
+        plot.line(0, w.even, wide, w.even, "even")
+        plot.text(wide, w.even, f"break-even {w.even:.0%}", "end", 0, -4)
     return plot
 
 

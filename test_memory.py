@@ -67,7 +67,7 @@ def test_foretold_is_taken(draft, dtype, models, plans, monkeypatch):
     argv += ["--prompt", "a", "--prompt", "bb", "--prompt", "c", "--draft", *draft.replace("{m}", str(models)).split()]
     assert cli.main(argv) == 0
     (needs,), (engine,) = plans, engines
-    taken, by_row = allocated(engine.target, engine.state, *modules_of(engine.drafter))
+    taken, by_row = allocated(engine.target, engine.state, *modules_of(engine.guesser), *modules_of(engine.nobody))
     assert needs.weights + needs.caches == taken
     # without a row for each prompt: a tree's shape, the list of end tokens
     assert 0 < by_row <= needs.caches < by_row + 3000

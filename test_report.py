@@ -99,13 +99,15 @@ def test_a_stop_text_cuts_the_log_with_the_ids(stop, ids, new):
 
 
 def test_pieces_are_the_text():
-    """Kills: a stop text shown after all; half a character given to the id that only begins it; text held back lost."""
+    """Kills: a stop text shown after all; half a character given to the id that only begins it; text held back lost;
+    an id without text that nobody can point at."""
     for stops, ids, wanted in (((), [0, 3, 4, 2, 5], ["<", "", "é", "\n", "f"]), (("f",), [7, 8, 5], ["h", "i"]),
                                ((), [6, 3], ["g", "\ufffd"]), ((), [6, V - 1], ["g", ""]), (("g",), [6], [])):
         row = Row(Tokens(), len(ids), 1, stops)
         row.push(ids[:1], 0, 0)
         row.push(ids[1:], 0, 1)
         assert report_page.pieces(row) == wanted and "".join(wanted) == row.text
+        assert report_page.spans(row, 9).count(">∅</span>") == wanted.count("")
 
 
 # ---- what follows
@@ -281,6 +283,7 @@ def test_the_plots_show_what_was_weighed():
     assert (float(x), float(y)) == speed.at(2, w.measured)
     solid, far = (line.split() for line in re.findall(r'<polyline .*?points="(.*?)"', str(speed)))
     assert [*solid, *far[1:]] == ["{},{}".format(*speed.at(K, up)) for K, up in w.curve.items()] and solid[-1] == far[0]
+    assert str(report_page.plot_kept(report.weigh(made_up([(2, 0, 15.0)] * 9)))).count("<rect") == 1
     rounds = report_page.plot_rounds(run.rows[0])
     left = [float(x) for x in re.findall(r'<rect .*?x="([\d.]+)"', str(rounds))]
     at = [1 + sum(r.new for r in run.rows[0][:i]) for i in range(len(run.rows[0]))]
@@ -310,6 +313,17 @@ def test_report_without_a_file_or_rounds(run, tmp_path):
     assert "wrote" not in err
     code, out, err = run("--prompt", "a", "--max-new-tokens", "1", "--draft", "ngram", "--report")
     assert code == 0 and "nothing to weigh" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("draft", ["jacobi", "exit:1", "ngram+exit:1", "lookahead:3,4,2", "{m}/near", "{m}/short"])
+def test_every_drafter_can_be_weighed(draft, run):
+    """The context of one draft model, 64, ends within the text.  Kills: a State that keeps a drafter as its child, and
+    lets none follow that is no module; tokens fed taken for guesses that can be kept; rounds left out in which nothing
+    could be guessed any more."""
+    ask = ["--raw", "--prompt", "a", "--max-new-tokens", "90", "--temperature", "1", "--draft", draft]
+    code, _, err = run(*ask, "--report")
+    assert code == 0 and "advice: " in err and ("scoring: " in err) == ("lookahead" not in draft)
+    assert ("round of K = 0: " in err) == ("short" in draft)
 
 
 @pytest.mark.parametrize("argv, says", [
