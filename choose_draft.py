@@ -9,7 +9,7 @@ from draft_exit import ExitDraft
 from draft_hybrid import HybridDraft
 from draft_jacobi import JacobiDraft
 from draft_lookahead import LookaheadDraft
-from draft_trained import best_shipped, drafter_of, load_trained, trained_kind
+from draft_trained import KINDS, best_shipped, drafter_of, load_trained, trained_kind
 from drafts import NgramDraft, NoDraft
 from load import open_checkpoint
 from output import note
@@ -21,9 +21,9 @@ MODELS = Path(__file__).parent / "models"       # where --draft auto looks
 def pick_drafter(args, target) -> None:
     """Settle --draft auto and ngram+eagle, -k and how many nodes a round has: a trained drafter says in its config.json which
     K it was measured best with."""
-    if args.draft == "auto" and (best := best_shipped(target, MODELS)):
-        # an EAGLE guesses copies badly, and they are what a lookup is good at; its guesses must then be a chain
-        lookup = "ngram+" * (trained_kind(best) == "eagle" and not args.tree)
+    if args.draft == "auto" and (best := best_shipped(target, MODELS, ("eagle", "medusa") if args.tree else tuple(KINDS))):
+        # an EAGLE or a DFlash guesses copies badly, and they are what a lookup is good at; its guesses must then be a chain
+        lookup = "ngram+" * (trained_kind(best) in ("eagle", "dflash") and not args.tree)
         note(f"drafting with {lookup}{best}")
         args.draft = f"{lookup}{best}"
     args.draft = "ngram" if args.draft == "auto" else args.draft
@@ -76,7 +76,17 @@ def load_drafter(args, target, tokens, state: State):
     after = args.draft.removeprefix("ngram+")
     if after != args.draft and after.partition(":")[0].partition("+")[0] in ("", "none", "ngram", "auto", "lookahead"):
         raise ValueError(f"--draft {args.draft}: what follows ngram+ must be eagle, jacobi, exit:L or a folder")
-    return drafter_named(args.draft, target, state, args.k, load, args.tree, args.couple)
+    return as_told(args, drafter_named(args.draft, target, state, args.k, load, args.tree, args.couple))
+
+
+def as_told(args, drafter):
+    """The drafter, its guesses drawn or, with --chosen, the likeliest."""
+    if args.chosen:
+        if not hasattr(guesser := getattr(drafter, "other", drafter), "chosen") or args.tree:
+            raise ValueError(f"--chosen: the guesses of --draft {args.draft}{' --tree' if args.tree else ''} are never drawn: "
+                             "leave it out")
+        guesser.chosen = True
+    return drafter
 
 
 def drafter_named(name: str, target, state: State, K: int, load, tree: int | None = None, couple: bool = False):
@@ -104,7 +114,8 @@ def model_of(drafter):
 
 def same_drafter(args, target, drafter, state: State):
     """The drafter again, for the rows of another state.  They share the model."""
-    return drafter_named(args.draft, target, state, args.k, lambda name: model_of(drafter), args.tree, args.couple)
+    again = drafter_named(args.draft, target, state, args.k, lambda name: model_of(drafter), args.tree, args.couple)
+    return as_told(args, again)
 
 
 def needs_weights(name: str) -> bool:

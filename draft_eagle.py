@@ -86,7 +86,7 @@ class EagleDraft(nn.Module):
         super().__init__()
         B, S = state.tokens.shape
         weight = model.embed.weight
-        self.model, self.nodes, self.taps, self.couple = model, K, model.taps, couple
+        self.model, self.nodes, self.taps, self.couple, self.chosen = model, K, model.taps, couple, False
         self.cache = KVCache(replace(model.config, layers=1), B, S, weight.device, weight.dtype)
         self.register_buffer("at", torch.zeros_like(state.pos))          # slot of the pair that the next features belong to
         self.register_buffer("guessed", torch.zeros(B, 1, model.config.dim, device=weight.device, dtype=weight.dtype))
@@ -105,14 +105,14 @@ class EagleDraft(nn.Module):
         self.at.copy_(state.pos)
 
     def propose(self, state: State, sampling) -> Draft:
-        race = guess_noise(state, sampling, self.nodes, self.model.vocab, self.couple)          # (B, K, R)
+        race = guess_noise(state, sampling, self.nodes, self.model.vocab, self.couple, self.chosen)     # (B, K, R)
         guessed, tokens, q = self.guessed, [], []
         for i in range(self.nodes):
             if i:
                 guessed = self.model(tokens[-1], guessed, self.at + i - 1, self.cache, state.span)
             q.append(probs(self.model.logits(guessed), sampling))                               # (B, 1, R)
             tokens.append(self.model.vocab[draw(q[-1], race[:, i:i + 1])])
-        if self.couple:
+        if self.couple or self.chosen:
             return Draft(torch.cat(tokens, 1))
         # R probabilities -> V: the other tokens are never guessed, so their q is 0, which is all that losslessness asks
         q = F.pad(torch.cat(q, 1), (0, 1))[..., self.model.index]

@@ -26,18 +26,18 @@ class ExitDraft:
         if not (isinstance(layers, int) and 1 <= layers <= most):
             raise ValueError(f"exit:{layers} must name a whole number of layers in 1..{most}, fewer than the target's "
                              f"{most + 1}")
-        self.target, self.nodes, self.layers, self.couple = target, K, layers, couple
+        self.target, self.nodes, self.layers, self.couple, self.chosen = target, K, layers, couple, False
 
     def start(self, state, begin, hidden): pass
 
     def propose(self, state: State, sampling) -> Draft:
-        race = guess_noise(state, sampling, self.nodes, self.target.config.tokens, self.couple)
+        race = guess_noise(state, sampling, self.nodes, self.target.config.tokens, self.couple, self.chosen)
         fed, tokens, q = state.tokens.gather(1, state.pos[:, None]), [], []
         for i in range(self.nodes):
             q.append(probs(self.logits(fed, state.pos + i, state), sampling))
             fed = draw(q[-1], race[:, i:i + 1])
             tokens.append(fed)
-        return Draft(torch.cat(tokens, 1), None if self.couple else torch.cat(q, 1))
+        return Draft(torch.cat(tokens, 1), None if self.couple or self.chosen else torch.cat(q, 1))
 
     def logits(self, tokens: Tensor, pos: Tensor, state: State) -> Tensor:
         """Feed tokens (B, 1) to slot pos (B,) of the first layers -> (B, 1, V)"""

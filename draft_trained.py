@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from convert.source import read_json
+from draft_dflash import DFlash, DFlashDraft
 from draft_eagle import Eagle, EagleDraft, EagleTree
 from draft_medusa import Medusa, MedusaDraft
 from draft_small import Small
@@ -19,7 +20,7 @@ from model import KVCache, inverse_frequencies
 from plan import expected_tokens
 from speculate import State
 
-KINDS = {"eagle": Eagle, "medusa": Medusa, "draft": Small}
+KINDS = {"eagle": Eagle, "medusa": Medusa, "draft": Small, "dflash": DFlash}
 
 
 def borrow(model, target):
@@ -69,7 +70,7 @@ def best_shipped(target, models: Path, kinds=tuple(KINDS)) -> Path | None:
 
 
 def load_trained(folder: Path, target):
-    """-> the Eagle, Medusa or Small that train.py wrote to folder, ready to run.  ValueError where it does not fit the target."""
+    """-> the Eagle, Medusa, Small or DFlash that train.py wrote to folder, ready to run.  ValueError where it does not fit the target."""
     c, about, kind = target.config, read_json(folder / "config.json"), trained_kind(folder)
     # On a CPU what it reads for a guess stays bfloat16, as it was saved: half the time, and any q is lossless.
     dtype = torch.bfloat16 if target.embed.weight.device.type == "cpu" else target.embed.weight.dtype
@@ -106,7 +107,9 @@ def drafter_of(model, target, state: State, K: int, nodes: int | None = None, co
     if isinstance(model, Eagle):
         return EagleDraft(model, state, K, couple)
     if nodes:
-        raise ValueError("a draft model guesses a chain: leave out --tree")
+        raise ValueError(f"{'a DFlash' if isinstance(model, DFlash) else 'a draft model'} guesses a chain: leave out --tree")
+    if isinstance(model, DFlash):
+        return DFlashDraft(model, state, K, couple)
     weight = target.embed.weight
     cache = KVCache(model.config, *state.tokens.shape, weight.device, weight.dtype)
     return ModelDraft(model, cache, K, target.config.tokens, couple)

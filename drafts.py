@@ -18,11 +18,14 @@ from sample import DRAFT, TARGET, draw, exponential, probs
 from speculate import Draft, State
 
 
-def guess_noise(state: State, sampling, K: int, V: int | Tensor, couple: bool) -> Tensor:
+def guess_noise(state: State, sampling, K: int, V: int | Tensor, couple: bool, chosen: bool = False) -> Tensor:
     """What the K guesses of a chain are drawn with: noise (B, K, V), or (B, K, R) of the tokens listed in V (R,).
     couple: the very noise that the target will draw with at each position (Daliri, Musco, Suresh 2024, arXiv
     2408.07978).  The nearer q is to p, the likelier both draw one token.  Such a guess is returned without q, so that
-    accept_matched judges it: the text is the target's own draws, whoever guessed."""
+    accept_matched judges it: the text is the target's own draws, whoever guessed.
+    chosen: no noise, so that the likeliest wins; returned without q as well."""
+    if chosen:
+        return torch.ones(1, K, 1, device=state.pos.device)
     at = state.pos[:, None] + 1 + torch.arange(K, device=state.pos.device)                      # (B, K)
     return exponential(sampling.seed[:, None].expand_as(at), TARGET if couple else DRAFT, at, V)
 
@@ -80,7 +83,7 @@ class ModelDraft:
 
     def __init__(self, model, cache, K: int, V: int, couple: bool = False):
         """`cache` is the model's own, as long as the target's; V is the number of the target's real tokens."""
-        self.model, self.cache, self.nodes, self.V, self.couple = model, cache, K, V, couple
+        self.model, self.cache, self.nodes, self.V, self.couple, self.chosen = model, cache, K, V, couple, False
         self.newest = 2                 # how many of the newest tokens the cache may lack, see propose and HybridDraft
         self.context = model.config.context             # generate() goes on without guesses where no row is within it
 
@@ -88,7 +91,7 @@ class ModelDraft:
         self.model.prefill(self.known(state.tokens), begin, state.pos, self.cache)
 
     def propose(self, state: State, sampling) -> Draft:
-        race = guess_noise(state, sampling, self.nodes, self.V, self.couple)
+        race = guess_noise(state, sampling, self.nodes, self.V, self.couple, self.chosen)
         # The newest token and, again, the one before it: after a full acceptance that one was never fed and would
         # leave a hole in the cache; otherwise the same keys and values are written once more.
         pos, tokens, q = (state.pos + 1 - self.newest).clamp_min(0), [], []     # 0: too short a text is guessed badly
@@ -99,7 +102,7 @@ class ModelDraft:
             pos, fed = pos + fed.shape[1], draw(q[-1], race[:, i:i + 1])
             tokens.append(fed)
         valid = (self.context - state.pos).clamp(0, self.nodes)
-        return Draft(torch.cat(tokens, 1), None if self.couple else torch.cat(q, 1), valid=valid)
+        return Draft(torch.cat(tokens, 1), None if self.couple or self.chosen else torch.cat(q, 1), valid=valid)
 
     def law(self, hidden: Tensor, sampling) -> Tensor:
         """hidden (B, 1, dim) -> q (B, 1, V): ids that only one of the two models has are never proposed."""

@@ -187,6 +187,7 @@ def options(argv=None) -> argparse.Namespace:
         help="judge a chain of drawn guesses one by one (default), or together: never fewer are kept on average")
     add("--couple", action="store_true",
         help="draw guesses with the noise that the target will draw with: a seed gives one text, whoever guesses")
+    add("--chosen", action="store_true", help="guess the likeliest tokens instead of drawing them")
     add("--prompt", action="append", default=[], metavar="TEXT",
         help="repeatable: each is a row of the batch; - reads stdin")
     add("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -229,6 +230,7 @@ def check(args: argparse.Namespace) -> argparse.Namespace:
     need(args.tree is None or 1 <= args.tree <= 64, f"--tree {args.tree} must be in 1..64")
     need(not args.couple or args.verify == "token", "--verify block judges guesses by the law they were drawn from, "
          "and one drawn with --couple is only compared with the target's own draw: leave one of them out")
+    need(not (args.chosen and args.couple), "--couple draws guesses and --chosen does not: leave one of them out")
     need(args.report is None or args.draft != "none",
          "--report weighs a drafter against plain decoding, and --draft none is plain decoding: leave one of them out")
     need(not args.check or args.draft != "none",
@@ -358,7 +360,8 @@ def run_prompts(args, opened) -> int:
     for i, (prompt, row) in enumerate(zip(args.prompt, rows)):
         if args.json:
             stats = {"compile_s": round(engine.compile_s, 2), "draft": args.draft, "k": "auto" if args.k_auto else args.k,
-                     "verify": args.verify, "couple": args.couple, "seed": (args.seed or 0) + i}
+                     "verify": args.verify, "couple": args.couple, "chosen": args.chosen,
+                     "seed": (args.seed or 0) + i}
             print(json.dumps({"prompt": prompt, "text": row.text, "tokens": row.ids, "finish": row.finish,
                               "stats": row.stats() | stats}))
         else:

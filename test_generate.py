@@ -26,7 +26,7 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SMILE = [b"\xf0", b"\x9f", b"\x99", b"\x82", b" ", b"H", b"e", b"l", b"lo", b"!"]     # "scripted" writes this after "!"
 STATS = ("new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s tpot_median_s tpot_p95_s "
-         "itl_median_s itl_p95_s compile_s draft k verify couple seed").split()
+         "itl_median_s itl_p95_s compile_s draft k verify couple chosen seed").split()
 
 
 # ---- models and tools
@@ -168,6 +168,8 @@ REFUSED = {      # options: what stands on stderr, besides the last of them
     "--draft ngram+ngrm": "nor a folder", "--draft {m}/no": "convert_weights.py makes",
     "--draft {m}/cut": "model.safetensors: ", "--draft {m}/other": "does not share the target's tokenizer: token 257",
     "--draft {m}/moved": "token 263 is b", "--verify block --couple": "leave one of them out",
+    "--chosen --couple": "leave one of them out",
+    "--draft ngram --chosen": "never drawn", "--draft {m}/near --chosen --verify block": "leave --verify out",
     "--draft lookahead:0,3,3": "as lookahead:5,3,3", "--draft lookahead:5,1,3": "W >= 1, N >= 2, G >= 1",
     "--draft lookahead:5,3": "lookahead:W,N,G", "--draft lookahead:": "lookahead:W,N,G", "--draft lookahead:a,b,c": "W,N,G",
     "--draft lookahead:31,3,2": "<= 64", "--draft lookahead:5,3,-1": "lookahead:W,N,G", "--draft ngram+lookahead": "follows ngram+",
@@ -256,9 +258,10 @@ def test_drafts_do_not_change_the_text(rows):
         assert [row["tokens"] for row in rows(*ask, "--draft", draft, "-k", "3")] == plain, draft
     assert [row["tokens"] for row in rows(*ask, "--draft", "lookahead:4,4,3")] == plain
     warm = [*ask, "--temperature", "1", "--top-k", "20", "--draft"]
-    none, ngram, ahead, near, other = (rows(*warm, *more)[1]["text"] for more in (
-        ["none"], ["ngram"], ["lookahead"], ["{m}/near", "--couple"], ["none", "--seed", "5"]))
-    assert none == ngram == ahead == near != other
+    none, ngram, ahead, near, likeliest, other = (rows(*warm, *more)[1]["text"] for more in (
+        ["none"], ["ngram"], ["lookahead"], ["{m}/near", "--couple"], ["ngram+{m}/near", "--chosen"],
+        ["none", "--seed", "5"]))
+    assert none == ngram == ahead == near == likeliest != other
 
 
 @pytest.mark.parametrize("prompt, new, text, finish, tried", [

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import generate
+from draft_dflash import DFlash, DFlashDraft
 from draft_eagle import Eagle, EagleDraft, EagleTree
 from draft_exit import ExitDraft
 from draft_hybrid import HybridDraft
@@ -28,6 +29,7 @@ from speculate import Draft, State, Tree, accept_block, accept_matched, accept_s
 pytestmark = pytest.mark.xdist_group("lowering")        # one process: most of a first lowering is warming up torch
 
 B, S, SPAN, K, V = 1, 1024, 512, 2, 32_000
+LAYERS = 2              # of a DFlash: each attends once a round, whatever K is
 CONFIG = Config(vocab_size=V, dim=256, layers=2, heads=8, kv_heads=4, head_dim=64, ffn_dim=512, context=2048)
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"
@@ -95,6 +97,7 @@ def round_of(kind: str, truncates=False, K=K):
                "lookahead": lambda: LookaheadDraft(state, 3, 3, 2), "hybrid": lambda: HybridDraft(eagle()),
                "model": lambda: ModelDraft(model(), cache(), K, V), "tree": TreeDraft,
                "eagle tree": lambda: EagleTree(trained(Eagle, target, taps=(0, 1)), state, K, 5, 2),
+               "dflash": lambda: DFlashDraft(trained(DFlash, target, taps=(0, 1), layers=LAYERS, ffn_dim=512), state, K),
                "medusa tree": lambda: MedusaDraft(trained(Medusa, target, heads=K), state, K, 5)}[kind]()
     return target, drafter, state, settings(truncates)
 
@@ -134,6 +137,8 @@ STEPS = {       # name -> (function, its arguments, made on meta), and what may 
     "round, a tree": (speculate, lambda: round_of("tree"), {ATTENTION: 2}),
     f"round, EagleDraft, K = {K}": (speculate, lambda: round_of("eagle"), {ATTENTION: 2 + K}),
     f"round, EagleTree, 5 nodes, {K} levels": (speculate, lambda: round_of("eagle tree"), {ATTENTION: 2 + K, TOPK: K}),
+    **{f"round, DFlashDraft, {LAYERS} layers, K = {n}": (speculate, functools.partial(round_of, "dflash", K=n),
+                                                         {ATTENTION: 2 + LAYERS}) for n in (2, 3, 4)},
     "round, MedusaDraft, 5 nodes": (speculate, lambda: round_of("medusa tree"), {ATTENTION: 2, TOPK: 1}),
     f"round, ExitDraft, one layer, K = {K}": (speculate, lambda: round_of("exit"), {ATTENTION: 2 + K}),
     "round, LookaheadDraft, W = 3, N = 3, G = 2": (speculate, lambda: round_of("lookahead"), {ATTENTION: 2}),

@@ -218,21 +218,22 @@ def test_plain_text_is_read_as_the_target_reads_it(folder, tmp_path, kind, monke
     assert any(True in k for k in kinds[:20]) and not any(True in k for k in kinds[-10:])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft", "dflash"])
 def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monkeypatch):
     """Kills: parameters of the target trained too; --resume beginning anew; rates not saved; weights saved that are borrowed."""
     before = {n: p.clone() for n, p in open_checkpoint(folder / "target").load().named_parameters()}
     losses, used, real = [], [], train.loss_of
+    least = 0.98 if kind == "dflash" else 0.95          # a DFlash begins unsure, not wrong: here that is near what can be reached
     monkeypatch.setattr(train, "loss_of", lambda *a: used.append(a[1]) or losses.append(real(*a)) or losses[-1])
     assert run(folder, kind, tmp_path / "out", "--steps", 60) == 0
     first = len(losses)
     assert first == 60
-    assert sum(x.item() for x in losses[-5:]) < 0.95 * sum(x.item() for x in losses[:5])
+    assert sum(x.item() for x in losses[-5:]) < least * sum(x.item() for x in losses[:5])
     about = json.loads((tmp_path / "out/config.json").read_text())
     assert about["kind"] == kind and about["steps"] == first and len(about["acceptance"]["0.0"]) == 2
     assert run(folder, kind, tmp_path / "out", "--steps", 70, "--resume") == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["steps"] == len(losses) == 70
-    assert sum(x.item() for x in losses[-5:]) < 0.95 * sum(x.item() for x in losses[:5])
+    assert sum(x.item() for x in losses[-5:]) < least * sum(x.item() for x in losses[:5])
     assert all(torch.equal(p, before[n]) for n, p in used[-1].named_parameters())
     target = open_checkpoint(folder / "target").load()
     net = load_trained(tmp_path / "out", target)
