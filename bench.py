@@ -14,8 +14,8 @@ from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
 from choose_draft import load_draft, needs_weights, sizes
 from draft_eagle import Eagle
 from draft_medusa import Medusa
-from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
+from options import DEFAULT_TARGET, Parser
 from train_data import is_held_out, read_prompts
 
 TEXT = ("The lighthouse keeper woke before dawn, as he had done every day for thirty years. He climbed the narrow stairs, "

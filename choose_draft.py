@@ -36,7 +36,7 @@ def pick_drafter(args, target) -> None:
     usual = read_json(Path(name) / "config.json").get("k") if trained else None
     # Where guesses are drawn, a seed is a text only if K is always the same one; and K follows the clock.
     args.k_auto = name != "none" and (args.k == "auto" or args.k is None and
-                                      (args.seed is None or args.temperature == 0 or args.couple))
+                                      (args.seed is None or args.temperature == 0 or args.couple or args.chosen))
     args.k = 0 if name == "none" else usual or 4 if args.k in (None, "auto") else args.k
     if args.tree and not (trained and alone):
         raise ValueError(f"--tree {args.tree} needs a drafter that train.py made, alone, not --draft {args.draft}: "

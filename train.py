@@ -23,8 +23,8 @@ from torch import Tensor
 from draft_dflash import DFlash
 from draft_medusa import RANKS
 from draft_trained import KINDS, borrow, fingerprint, own_weights
-from generate import DEFAULT_TARGET, Parser
 from load import open_checkpoint
+from options import DEFAULT_TARGET, Parser
 from output import note
 from train_data import (BATCH, TEMPERATURES, Text, is_held_out, read_passages, read_prompts, read_texts, recorded_taps,
                         write_passages, write_texts)
