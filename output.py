@@ -2,6 +2,7 @@
 import resource
 import sys
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,7 @@ class Row:
         written, seconds = self.after_first(), self.last - self.first
         return {"new_tokens": len(self.ids), "rounds": self.rounds,
                 "tokens_per_round": round(written / self.rounds, 3) if self.rounds else None,
+                "rounds_per_k": dict(sorted(Counter(r.K for r in self.log).items())),
                 "accepted_per_position": [round(k / t, 3) if t else None for k, t in zip(self.kept, self.tried)],
                 "ttft_s": round(self.first - self.start, 4),
                 "tokens_per_s": round(written / seconds, 2) if seconds > 0 else None,
@@ -125,7 +127,7 @@ def report(rows: list[Row], prompts: list[list[int]], compile_s: float, device) 
     if rounds:
         parts.append(f"{rounds} rounds of {after_first / rounds:.2f} tokens")
     if any(tried):
-        parts.append("kept by position " + " ".join(f"{k / max(t, 1):.0%}" for k, t in zip(kept, tried)))
+        parts.append("kept by position " + " ".join(f"{k / t:.0%}" for k, t in zip(kept, tried) if t))
     return "; ".join(parts + [f"compiled in {compile_s:.1f} s" if compile_s else "eager", f"peak {peak / 1e9:.2f} GB"])
 
 

@@ -25,7 +25,7 @@ V, END = len(PIECES) + 2, len(PIECES) + 1
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 SMILE = [b"\xf0", b"\x9f", b"\x99", b"\x82", b" ", b"H", b"e", b"l", b"lo", b"!"]     # "scripted" writes this after "!"
-STATS = ("new_tokens rounds tokens_per_round accepted_per_position ttft_s tokens_per_s tpot_median_s tpot_p95_s "
+STATS = ("new_tokens rounds tokens_per_round rounds_per_k accepted_per_position ttft_s tokens_per_s tpot_median_s tpot_p95_s "
          "itl_median_s itl_p95_s compile_s draft k verify couple chosen seed").split()
 
 
@@ -262,6 +262,16 @@ def test_drafts_do_not_change_the_text(rows):
         ["none"], ["ngram"], ["lookahead"], ["{m}/near", "--couple"], ["ngram+{m}/near", "--chosen"],
         ["none", "--seed", "5"]))
     assert none == ngram == ahead == near == likeliest != other
+
+
+def test_k_follows_what_pays_unless_a_seed_must_be_a_text(rows):
+    """Kills: -k auto as the drafter's usual K; K that follows the clock where guesses are drawn and a seed is given."""
+    ask = ["--prompt", "hello", "--max-new-tokens", "40", "--draft", "{m}/near"]
+    for more, k in ([], "auto"), (["--seed", "3"], "auto"), (["-k", "auto", "--seed", "3", "--temperature", "1"], "auto"), (
+            ["--seed", "3", "--temperature", "1"], 4), (["--seed", "3", "--temperature", "1", "--couple"], "auto"), (["-k", "2"], 2):
+        stats = rows(*ask, *more)[0]["stats"]
+        assert stats["k"] == k and sum(stats["rounds_per_k"].values()) == stats["rounds"]
+        assert "0" in stats["rounds_per_k"] if k == "auto" else list(stats["rounds_per_k"]) == [str(k)]
 
 
 @pytest.mark.parametrize("prompt, new, text, finish, tried", [
