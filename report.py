@@ -70,31 +70,40 @@ def rates_of(counts: list[tuple[int, int]]) -> list[float]:
     return [kept / tried for i, (kept, tried) in enumerate(counts) if tried >= (FEW if i else 1)]
 
 
+def scoring_line(run: Run, plain: float, seconds: dict[int, float], often: list[int]) -> tuple[float, float]:
+    """alpha, beta of the target's pass over K + 1 tokens: what rounds take beyond drafting, of the Ks in `often`."""
+    alpha, beta = fit_line([(1, plain), *((K + 1, max(seconds[K] - K * run.guess, 0.0)) for K in often)])
+    return (alpha, beta) if beta >= 0 else (plain, 0.0)         # noise: no pass takes less for scoring more
+
+
 def weigh(run: Run) -> Weighed:
     """Put what was measured into plan.py.  Some round must have guessed, and some plain one must have been timed."""
     rounds, by_K = [r for row in run.rows for r in row], defaultdict(list)
+    if not run.chain:                   # whatever it found worth trying, it scored everything
+        rounds = [r._replace(K=max(r.K for r in rounds)) for r in rounds]
     for r in rounds:
         by_K[r.K].append(r)
     plain, seconds = median(run.plain), {K: median(r.seconds for r in some) for K, some in sorted(by_K.items())}
-    counts = kept_by_position(rounds)
+    usual = max((K for K in by_K if K), key=lambda K: len(by_K[K]))
+    counts, tokens = kept_by_position(rounds), mean(r.new for r in rounds)
     rates = rates_of(counts)
-    alpha, beta = fit_line([(1, plain), *((K + 1, max(t - K * run.guess, 0.0)) for K, t in seconds.items())])
-    if beta < 0:                        # noise: no pass takes less for scoring more
-        alpha, beta = plain, 0.0
-    scoring = {K: target_seconds(K + 1, alpha, beta) for K in range(MOST + 1)}
+    line = scoring_line(run, plain, seconds, [K for K, some in by_K.items() if K == usual or len(some) >= FEW])
+    scoring = {K: target_seconds(K + 1, *line) for K in range(MOST + 1)}
     curve = {0: plain} | ({K: K * run.guess + t for K, t in scoring.items() if K} if run.chain else seconds)
     tokens_of = {K: expected_tokens(extended(rates, K)) for K in {*curve, *seconds}}
-    usual = max((K for K in by_K if K), key=lambda K: len(by_K[K]))
+    if not run.chain:                   # some rounds try less than others, and the rates do not say how many
+        tokens_of[usual] = tokens
+    ups = {K: speed_up(tokens_of[K], 0.0, t, plain) for K, t in curve.items()}
     lookup = rates_of(kept_by_position(run.lookup))
 
     def measured(some: list[Wrote]) -> float:
         return speed_up(mean(r.new for r in some), 0.0, mean(r.seconds for r in some), mean(run.plain))
     return Weighed(
-        counts, rates, mean(r.new for r in rounds), plain, seconds, run.guess / plain, (alpha, beta),
-        cost_of_a_guess(run.guess, alpha, beta), measured(rounds),
+        counts, rates, tokens, plain, seconds, run.guess / plain, line, cost_of_a_guess(run.guess, *line),
+        measured(rounds),
         predicted=speed_up(mean(tokens_of[r.K] for r in rounds), 0.0, mean(seconds[r.K] for r in rounds), plain),
         points={K: measured(some) for K, some in by_K.items()},
-        curve={K: speed_up(tokens_of[K], 0.0, t, plain) for K, t in curve.items()}, best=best_k(rates, curve),
+        curve=ups, best=max(ups.items(), key=lambda at: at[1]),             # of equals the smallest K, as in best_k
         even=break_even(usual, 0.0, seconds[usual], plain),
         alike=break_even(usual, 0.0, tokens_of[usual], 1.0),            # as if a round cost what it brings
         lookup=best_k(lookup, scoring) if run.chain else (0, 1.0))

@@ -176,7 +176,8 @@ def page(run, w, facts, texts: list[str], prompts: list[list[int]], rows) -> str
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
     written = "".join(f'<p class="prompt">{escape(text)}</p>{spans(row, len(ids))}{plot_rounds(row.log)}'
                       for text, ids, row in zip(texts, prompts, rows))
-    formula = expected_tokens(extended(w.rates, max(w.seconds)))
+    K = max(w.seconds)
+    formula = f" = {expected_tokens(extended(w.rates, K)):.2f} at K = {K}" if run.chain else ""
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Does it pay? {escape(run.draft)}</title><style>{STYLE}</style></head><body>
@@ -185,8 +186,8 @@ def page(run, w, facts, texts: list[str], prompts: list[list[int]], rows) -> str
 <h2>Who wrote it</h2><p>A round drafts K guesses; the target scores them in one pass, keeps a prefix and draws one token
 more. Point at a token for its id, position and round.</p>{legend(rows)}{written}
 <h2>What it costs and brings</h2><div class="plots">{plot_kept(w)}{plot_speed(w)}</div><table>{table}</table>
-<p><small>With r the shares kept by position, 1 + r1 + r1 r2 + ... = {formula:.2f} tokens a round are expected at
-K = {max(w.seconds)}; the speed-up foretold is that, times the seconds of a plain round, over those of the round.
-Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318; the formulas are in plan.py.</small></p>
+<p><small>r being the shares kept by position, 1 + r1 + r1 r2 + ...{formula} tokens a round are expected; the speed-up
+foretold is that, times the seconds of a plain round, over those of the round. Leviathan et al. 2023, arXiv 2211.17192;
+Chen et al. 2023, arXiv 2302.01318; the formulas are in plan.py.</small></p>
 </body></html>
 """

@@ -115,8 +115,9 @@ def test_pieces_are_the_text():
 def made_up(rounds, plain=(10.0,) * 9, guess=1.0, **changes) -> report.Run:
     """rounds: (K, kept, seconds), all guesses tried, in two rows."""
     rounds = [Wrote(K, K, kept, kept + 1, seconds) for K, kept, seconds in rounds]
-    about = {"draft": "eagle", "where": "here", "plain": [*plain], "guess": guess, "chain": True, "lookup": []}
-    return report.Run(rows=[rounds[::2], rounds[1::2]], **about | changes)
+    about = {"draft": "eagle", "where": "here", "plain": [*plain], "guess": guess, "chain": True, "lookup": [],
+             "rows": [rounds[::2], rounds[1::2]]}
+    return report.Run(**about | changes)
 
 
 def test_the_numbers_are_those_of_plan():
@@ -161,6 +162,22 @@ def test_noise_never_makes_scoring_cheaper():
     """Kills: a line that falls, by which K = 16 would be free."""
     w = report.weigh(made_up([(2, 1, 9.0)] * 9))
     assert w.line == (10.0, 0.0) and w.curve[16] < w.curve[1]
+
+
+def test_a_tree_scores_all_of_itself_whatever_it_tries():
+    """As lookahead, which often knows nothing to try.  Kills: its rounds without guesses taken for plain ones; tokens a
+    round of the rounds that tried something; another K foretold."""
+    run = made_up([], chain=False, rows=[[Wrote(0, 0, 0, 1, 20.0)] * 6 + [Wrote(2, 2, 2, 3, 20.0)] * 4])
+    w = report.weigh(run)
+    assert w.seconds == {2: 20.0} and w.tokens == 1.8 and w.best == (0, 1.0)
+    assert w.curve == pytest.approx({0: 1.0, 2: 0.9})
+    assert w.predicted == w.measured == pytest.approx(0.9)
+
+
+def test_a_k_that_hardly_ran_does_not_bend_the_line():
+    """A draft model near its context's end guesses less in the same graph.  Kills: each K a point, however seldom."""
+    run = made_up([(4, 4, 20.0)] * 20 + [(3, 3, 20.0), (2, 2, 20.0), (1, 1, 20.0)])
+    assert report.weigh(run).line == pytest.approx(fit_line([(1, 10.0), (5, 16.0)]))
 
 
 @pytest.mark.parametrize("rounds, changes, says", [
