@@ -12,7 +12,7 @@ import copy
 import math
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +101,11 @@ class Choice:
         self.since += 1
         return self.now
 
-    def saw(self, K: int, kept: list[int | None], seconds: float):
-        """kept: guesses kept of each row; None: it had ended, or its end cut the round short."""
+    def saw(self, K: int, kept: list[int | None], seconds: float | None):
+        """kept: guesses kept of each row; None: it had ended, or its end cut the round short.  seconds: None where the
+        round was compiled first, so that nobody knows."""
         self.ready.add(K)
-        self.seconds[K].append(seconds)
+        self.seconds[K] += [seconds] if seconds is not None else []
         self.unseen = self.unseen + 1 if K else 0
         for row, n in zip(self.rows, kept):
             row.fade() if n is None or not K else row.saw(K, n)
@@ -151,7 +152,7 @@ class AutoDraft:
             if hasattr(getattr(guesser, "other", None), "newest"):
                 guesser.other.newest = self.nodes + 1
         self.lag, self.followed = 0, torch.zeros_like(state.pos)    # plain rounds since `drafter` followed; up to where
-        self.launched, self.arrived, self.rounds = deque(), 0.0, Counter()
+        self.launched, self.arrived = deque(), 0.0
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.drafter.start(state, begin, hidden)
@@ -162,10 +163,10 @@ class AutoDraft:
     def rehearse(self, run, times: int):
         """Before there is a text, compile the rounds that stand ready, running each so many times, and see what they cost.
         run(drafter) is a round."""
-        ready, uncounted = sorted(self.choice.ready), time.perf_counter() - self.clock()
+        ready, uncounted = sorted(self.choice.ready), self.uncounted()
         for K in ready * times:
             run(self.drafters[K])
-        self.choice.compile_s = (time.perf_counter() - self.clock() - uncounted) / len(ready)
+        self.choice.compile_s = (self.uncounted() - uncounted) / len(ready)
         for K in ready * 3:
             run(self.drafters[K])                       # a round is a little slower where another one ran before it
             begun = self.clock()
@@ -181,8 +182,12 @@ class AutoDraft:
             self.followed.copy_(state.pos)
             self.drafters[0].start(state, None, None)
         self.lag = 0 if K else self.lag + 1
-        self.launched.append((K, self.clock()))
+        self.launched.append((K, self.clock(), self.uncounted()))
         return self.drafters[K]
+
+    def uncounted(self) -> float:
+        """Seconds at which the clock stood still, less a constant: something compiled."""
+        return time.perf_counter() - self.clock()
 
     def catch_up(self, state: State):
         """Let the drafter follow what was written without it."""
@@ -196,10 +201,11 @@ class AutoDraft:
 
     def saw(self, kept: list[int], new: list[int]):
         """The oldest round that was launched has come back: guesses kept and tokens written of each row."""
-        now, (K, launched) = self.clock(), self.launched.popleft()
+        now, (K, launched, uncounted) = self.clock(), self.launched.popleft()
         # rounds run one after the other: this one cannot have begun before the one before it was done
         seconds, self.arrived = now - max(launched, self.arrived), now
-        self.rounds[K] += 1
+        if self.uncounted() > uncounted + 1e-3:
+            seconds = None
         self.choice.saw(K, [k if n == k + 1 else None for k, n in zip(kept, new)], seconds)
 
 

@@ -113,6 +113,22 @@ def test_a_round_that_must_be_compiled_earns_it_first():
     assert choice.next([20_000]) == 8
 
 
+def test_a_round_that_compiled_costs_what_the_line_says():
+    """The engine's clock stands still while something compiles: such a round seems to cost nothing.  Kills: that taken for its cost."""
+    now = {"wall": 0.0, "counted": 0.0}
+    state = new_state(1)
+    draft = AutoDraft(drafter_for("ngram", state), 4, state, TARGET, compiled=True, clock=lambda: now["counted"])
+    draft.uncounted = lambda: now["wall"] - now["counted"]
+    draft.choice.begin(1)
+    for compiling in (30.0, 0.0, 0.0, 20.0, 0.0):
+        draft.choose(state, [100])
+        now["counted"] += 0.5 * (not compiling)
+        now["wall"] += compiling or 0.5
+        draft.saw([0], [1])
+    assert [list(s) for s in draft.choice.seconds.values() if s] == [[0.5] * len(s) for s in draft.choice.seconds.values() if s]
+    assert sum(map(len, draft.choice.seconds.values())) == 3
+
+
 def test_an_old_time_of_plain_decoding_is_taken_again():
     """Plain seemed slow once.  Kills: no look at plain decoding while speculation seems to pay."""
     choice = Choice([], 4)
