@@ -19,6 +19,7 @@ import train
 import train_data
 from checkpoints import hf_folder, one_thread  # noqa: F401 (autouse)
 from conftest import TARGET, decode, prompts_for
+from draft_dflash import DFlash
 from draft_eagle import Eagle
 from draft_medusa import RANKS, Medusa, MedusaDraft, best_tree
 from draft_small import Small
@@ -223,17 +224,18 @@ def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monke
     """Kills: parameters of the target trained too; --resume beginning anew; rates not saved; weights saved that are borrowed."""
     before = {n: p.clone() for n, p in open_checkpoint(folder / "target").load().named_parameters()}
     losses, used, real = [], [], train.loss_of
-    least = 0.98 if kind == "dflash" else 0.95          # a DFlash begins unsure, not wrong: here that is near what can be reached
+    begin = train.start_dflash                  # surer than it should be: unsure is nearly all that so small a target teaches
+    monkeypatch.setattr(train, "start_dflash", lambda model, *more: begin(model, *more) or model.norm.weight.data.mul_(10))
     monkeypatch.setattr(train, "loss_of", lambda *a: used.append(a[1]) or losses.append(real(*a)) or losses[-1])
     assert run(folder, kind, tmp_path / "out", "--steps", 60) == 0
     first = len(losses)
     assert first == 60
-    assert sum(x.item() for x in losses[-5:]) < least * sum(x.item() for x in losses[:5])
+    assert sum(x.item() for x in losses[-5:]) < 0.95 * sum(x.item() for x in losses[:5])
     about = json.loads((tmp_path / "out/config.json").read_text())
     assert about["kind"] == kind and about["steps"] == first and len(about["acceptance"]["0.0"]) == 2
     assert run(folder, kind, tmp_path / "out", "--steps", 70, "--resume") == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["steps"] == len(losses) == 70
-    assert sum(x.item() for x in losses[-5:]) < least * sum(x.item() for x in losses[:5])
+    assert sum(x.item() for x in losses[-5:]) < 0.95 * sum(x.item() for x in losses[:5])
     assert all(torch.equal(p, before[n]) for n, p in used[-1].named_parameters())
     target = open_checkpoint(folder / "target").load()
     net = load_trained(tmp_path / "out", target)
@@ -326,7 +328,7 @@ def test_auto_takes_the_best_trained_for_this_target(folder, tmp_path, capsys, m
 
     def run_auto(*argv):
         code = cli.main(["--target", str(folder / "target"), "--no-compile", "--raw", "--prompt", "the", "--max-new-tokens", "4",
-                         "--json", *argv])
+                         "--json", "--temperature", "1", "--seed", "0", *argv])              # so that K is not auto
         out, err = capsys.readouterr()
         return code, (json.loads(out)["stats"]["draft"], json.loads(out)["stats"]["k"]) if out else err
 
@@ -344,3 +346,10 @@ def test_auto_takes_the_best_trained_for_this_target(folder, tmp_path, capsys, m
                {"kind": "eagle", "shape": {"taps": [0, 1]}, "fingerprint": fingerprint(target), "acceptance": {"0.0": [0.9, 0.9]}}, {})
     assert run_auto() == (0, (f"ngram+{tmp_path / 'best'}", 4))                 # copies are looked up
     assert run_auto("-k", "2", "--tree", "3") == (0, (str(tmp_path / "best"), 2))
+    shape = {"taps": [0, 1], "layers": 1, "ffn_dim": 40, "block": 3}
+    train.save(random_drafter(DFlash, target, 50, **shape), tmp_path / "flash",
+               {"kind": "dflash", "shape": shape, "fingerprint": fingerprint(target), "acceptance": {"0.0": [0.9, 0.9, 0.9]}, "k": 3}, {})
+    assert run_auto() == (0, (f"ngram+{tmp_path / 'flash'}", 3))
+    assert run_auto("-k", "2", "--tree", "3") == (0, (str(tmp_path / "best"), 2))               # it guesses no tree
+    code, err = run_auto("-k", "4")
+    assert code == 2 and err.endswith("not 4: -k 3 is the most\n")
