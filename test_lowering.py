@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import generate
+from auto_k import Plain
 from draft_dflash import DFlash, DFlashDraft
 from draft_eagle import Eagle, EagleDraft, EagleTree
 from draft_exit import ExitDraft
@@ -93,7 +94,7 @@ def round_of(kind: str, truncates=False, K=K):
     target, state = model(), State(cache(), B, S, (2,), "meta")
     state.span = SPAN                   # as for a text much shorter than its cache
     eagle = lambda: EagleDraft(trained(Eagle, target, taps=(0, 1)), state, K)
-    drafter = {"ngram": lambda: NgramDraft(K), "exit": lambda: ExitDraft(target, K, 1), "eagle": eagle,
+    drafter = {"plain": lambda: Plain((0, 1), state, target), "ngram": lambda: NgramDraft(K), "exit": lambda: ExitDraft(target, K, 1), "eagle": eagle,
                "lookahead": lambda: LookaheadDraft(state, 3, 3, 2), "hybrid": lambda: HybridDraft(eagle()),
                "model": lambda: ModelDraft(model(), cache(), K, V), "tree": TreeDraft,
                "eagle tree": lambda: EagleTree(trained(Eagle, target, taps=(0, 1)), state, K, 5, 2),
@@ -130,6 +131,7 @@ STEPS = {       # name -> (function, its arguments, made on meta), and what may 
     "accept_matched (with draw)":
         (accept_matched, lambda: (ints(B, K), None, floats(B, K + 1, V), ints(B), ints(B)), {}),
     "commit": (commit, lambda: (round_of("ngram")[2], ints(B, K + 1), ints(B)), {}),
+    "round, nobody guesses, features kept for -k auto": (speculate, lambda: round_of("plain"), {ATTENTION: 2}),
     "round, NgramDraft": (speculate, lambda: round_of("ngram"), {ATTENTION: 2}),
     "round, NgramDraft, truncated": (speculate, lambda: round_of("ngram", True), {ATTENTION: 2, SORT: 1}),
     f"round, ModelDraft, K = {K}": (speculate, lambda: round_of("model"), {ATTENTION: 2 + 2 * K}),
