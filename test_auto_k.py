@@ -57,7 +57,7 @@ def speed(cost: dict, rate_at, length: int, ks=(1, 2, 4, 8), first=3, rows=1, se
 def test_it_finds_what_pays(cost, a):
     """Never more than 5 % slower than plain after 64 tokens, and on average near the best K, known beforehand.
     Kills: the other side never tried again; tried every 8 rounds; K taken for the likeliest, not for the fastest."""
-    got = [speed(cost, lambda at: a, 400, seed=seed)[0] for seed in range(20)]
+    got = [speed(cost, lambda at: a, 400, seed=seed)[0] for seed in range(10)]
     best = max(expected_tokens([a] * K) / cost[K] for K in cost)
     assert min(got) > 0.95
     assert sum(got) / len(got) > 0.93 * best
@@ -180,16 +180,21 @@ def drafter_for(kind: str, state: State, K=4):
     return make_drafter(kind, K, B, S)
 
 
-SCHEDULES = {"now and then": [4, 0, 0, 1, 2, 0, 4], "long": [4, 2] + [0] * 90 + [1, 4, 4], "plain": [0]}
+SCHEDULES = {"now and then": [4, 0, 0, 1, 2, 0, 4], "long": [4, 2] + [0] * 90 + [1, 4, 4]}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return decode("none", 0, prompts_for(2), 110)[0]
 
 
 @pytest.mark.parametrize("ks", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("kind", ["ngram", "near", "eagle", "exit", "ngram+near"])
-def test_greedy_text_is_plain(kind, ks):
+def test_greedy_text_is_plain(kind, ks, plain):
     """Kills: a draft whose cache does not fit the K it is asked for."""
-    state = new_state()
-    texts, _ = decode(None, 0, prompts_for(3), 150, state=state, drafter=auto(drafter_for(kind, state), state, ks))
-    assert texts == decode("none", 0, prompts_for(3), 150, S=256)[0]
+    state = new_state(2)
+    texts, _ = decode(None, 0, prompts_for(2), 110, state=state, drafter=auto(drafter_for(kind, state), state, ks))
+    assert texts == plain
 
 
 @pytest.mark.parametrize("ks", [[4, 0, 0, 1, 2, 0, 4], [4, 2] + [0] * 90 + [1, 4, 4], [0] * 64 + [4]])
@@ -200,13 +205,13 @@ def test_a_draft_that_was_not_asked_has_no_hole(kind, ks, monkeypatch):
     if kind == "ngram+self":
         monkeypatch.setattr("draft_hybrid.NgramDraft.look_up",          # never found, but the cache is treated as a hybrid's
                             lambda self, state: (state.tokens[:, :self.nodes], state.pos[:, None] * 0))
-    state = new_state()
+    state = new_state(2)
     drafter = auto(drafter_for(kind, state), state, ks)
-    prompts = [[5, 9, 11] * 4, list(range(16)), [1, 2] * 7]     # a hybrid's draft is fed the 9 newest tokens again
-    _, rounds = decode(None, 0, prompts, 150, state=state, drafter=drafter)
+    prompts = [list(range(16)), [1, 2] * 7]             # a hybrid's draft is fed the 9 newest tokens again
+    _, rounds = decode(None, 0, prompts, 110, state=state, drafter=drafter)
     used = [ks[i % len(ks)] for i in range(len(rounds))]
-    assert all(round == [(K + 1, K)] * 3 for K, round in list(zip(used, rounds))[:-1])      # the last is cut by the limit
-    assert sum(used) > 4
+    assert all(round == [(K + 1, K)] * 2 for K, round in list(zip(used, rounds))[:-1])      # the last is cut by the limit
+    assert sum(used) >= 4
 
 
 class Spy(EagleDraft):
@@ -218,23 +223,30 @@ class Spy(EagleDraft):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("plain", [1, 5, 63, 64, 65, 130])
-def test_eagle_catches_up_with_the_features_it_missed(plain):
+def seen_by_eagle(ks) -> dict:
+    """{length of the text: the feature it guesses from} of 150 tokens whose rounds follow ks."""
+    state = new_state(1)
+    spy = Spy(random_eagle(TARGET), state, 1)
+    drafter = auto(spy, state, ks)
+    drafter.drafters[1] = spy
+    decode(None, 0, [[5, 9, 11]], 150, state=state, drafter=drafter)
+    return spy.seen
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict:
+    return seen_by_eagle([1])
+
+
+@pytest.mark.parametrize("plain", [1, 63, 64, 65, 130])
+def test_eagle_catches_up_with_the_features_it_missed(plain, uninterrupted):
     """After so many plain rounds its feature is that of an EAGLE that was never interrupted.
     Kills: features kept in the wrong order; those of a row that had ended; forgetting to catch up when memory is full."""
-    ids, length = [5, 9, 11], 150
-    state = new_state(1)
-    drafter = Spy(random_eagle(TARGET), state, 1)
-    interrupted = auto(drafter, state, [1] + [0] * plain + [1])
-    interrupted.drafters[1] = drafter
-    decode(None, 0, [ids], length, state=state, drafter=interrupted)
-    other = new_state(1)
-    always = Spy(random_eagle(TARGET), other, 1)
-    decode(None, 0, [ids], length, state=other, drafter=auto(always, other, [1]))
-    common = drafter.seen.keys() & always.seen.keys()
+    seen = seen_by_eagle([1] + [0] * plain + [1])
+    common = seen.keys() & uninterrupted.keys()
     assert any(at > plain for at in common)
     for at in common:
-        torch.testing.assert_close(drafter.seen[at], always.seen[at], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(seen[at], uninterrupted[at], rtol=1e-4, atol=1e-4)
 
 
 def test_the_next_turn_knows_what_was_written_without_the_drafter(monkeypatch):
