@@ -3,6 +3,7 @@
 Every number is taken in one process, configurations in turns, medians over the turns: machines are shared and drift.
 The baseline is this engine, compiled, with nothing drafted.
 """
+import math
 import statistics
 import sys
 import time
@@ -75,7 +76,7 @@ def drafter_for(name: str, K: int | str, target, drafts: dict, state):
     behind a comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep).
     K "auto": the drafter's usual K or none, chosen for every round as generate.py does for texts of this length."""
     if K == "auto":
-        usual = getattr(drafts.get(name.removeprefix("ngram+")), "usual_k", None) or 4
+        usual = getattr(drafts.get(name.removeprefix("ngram+").partition(", ")[0]), "usual_k", None) or 4
         return AutoDraft(drafter_for(name, usual, target, drafts, state), usual, state, target, compiled=True)
     load = (drafts | {"self": target}).__getitem__
     return drafter_named(name.partition(", ")[0], target, state, K, load, nodes_of(name))
@@ -166,6 +167,8 @@ def measure_batch(target, drafts: dict, prompts: dict, eos, options, plan: list[
         while span <= slots(length + 3 * (drafter.nodes + 1)):          # every graph that the texts grow through
             warm_up(steps[name], target, drafter, state, sampling, span - 2 * (drafter.nodes + 1))
             span *= 2
+        if K == "auto":
+            drafter.choice.compile_s = math.inf                         # no K is worth compiling in the middle of a measurement
         whole = B > 1 or K == "auto"
         setups[name, K] = Setup(drafter, state, {} if whole else parts(target, drafter, state, sampling, steps[name] is not step))
         seconds = time.perf_counter() - start

@@ -4,12 +4,15 @@ import json
 import pytest
 import torch
 
+import auto_k
 import bench
 import bench_measure
 from bench_peers import write_gguf
 from bench_shapes import DRAFT_OF, SHAPES, Pair
 from checkpoints import hf_folder
 from convert_weights import convert
+from drafts import NoDraft
+from generate import make_state
 from load import open_checkpoint
 from model import Config, Transformer, load_model
 from speculate import speculate
@@ -116,6 +119,26 @@ def test_batches_and_k_auto(eager, tmp_path, capsys):
     assert all((r["predicted"] is None) == (r["batch"] == 3 or r["k"] == "auto") for r in rows)
     assert all(r["tokens_per_round"] == 1.0 for r in rows if r["draft"] == "none")
     assert "| 3 | draft | auto |" in capsys.readouterr().out
+
+
+def test_k_auto_compiles_nothing_while_it_is_measured(eager, monkeypatch):
+    """Every other K seems to cost and bring so little more that it would pay at once.  Kills: the clock of generate.py, which
+    stands still while something compiles, expected of a bench.py that has none."""
+    used = set()
+    monkeypatch.setattr(auto_k.Choice, "cost", lambda self, K: 1.0)
+    monkeypatch.setattr(bench_measure, "compile_round", lambda: lambda target, drafter, *rest:
+                        (used.add((type(drafter), drafter.nodes)), speculate(target, drafter, *rest))[1])
+    assert bench.main([*eager, "-k", "auto", "--agreement", "0.95"]) == 0
+    assert {nodes for kind, nodes in used if kind is not NoDraft} == {0, 4}
+
+
+def test_k_auto_begins_with_the_usual_k_however_it_is_judged():
+    """Kills: "draft, block" looked for among the models."""
+    pair = Pair("tiny", "tiny-draft")
+    pair.draft.usual_k = 3
+    for name in ("draft", "draft, block", "ngram+draft"):
+        drafter = bench_measure.drafter_for(name, "auto", pair.target, {"draft": pair.draft}, make_state(pair.target, 1, 64, 16))
+        assert drafter.choice.first == 3
 
 
 def test_the_curve_has_every_point(eager, tmp_path, capsys):
