@@ -48,7 +48,7 @@ def make_state(target, B: int, length: int, nodes: int, eos=(), least: int = 512
 
 def begin(target, drafter, state: State, sampling, prompts: list[list[int]], max_new: list[int]) -> list[list[int]]:
     """Feed the prompts and draw each row's first token.  What the caches already hold of a prompt is not fed again."""
-    follows = state.followed_by[0] is drafter
+    follows = state.followed_by[0] is drafter and min(state.pos.tolist()) >= 0      # -1: all of it is to be fed again
     if follows and hasattr(drafter, "catch_up"):
         drafter.catch_up(state)
     known = state.pos - 1 if follows else state.pos * 0                         # a draft's cache may lack its newest

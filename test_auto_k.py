@@ -14,6 +14,7 @@ from conftest import DRAFTS, TARGET, V, decode, make_drafter, prompts_for
 from draft_eagle import EagleDraft, EagleTree
 from draft_exit import ExitDraft
 from draft_hybrid import HybridDraft
+from draft_jacobi import JacobiDraft
 from draft_lookahead import LookaheadDraft
 from draft_medusa import MedusaDraft
 from drafts import NoDraft
@@ -262,6 +263,19 @@ def test_the_next_turn_knows_what_was_written_without_the_drafter(monkeypatch):
     _, rounds = decode(None, 0, [[5, 9, 11] + text[0] + [7, 8]], 20, state=state, drafter=drafter)
     assert max(max(f) for f in fed) < 45
     assert [new for new, kept in sum(rounds[:-1], [])] == [5] * (len(rounds) - 1)
+
+
+@pytest.mark.parametrize("kind", ["jacobi", "near", "eagle"])
+def test_a_text_begun_anew_follows_nothing(kind):
+    """The text before it ended with plain rounds, and was given up (pos = -1), as bench.py and Ctrl-C do.
+    Kills: a drafter that catches up with a text that is no more."""
+    state = new_state(1)
+    drafter = JacobiDraft(state, 4) if kind == "jacobi" else drafter_for(kind, state)
+    drafter, texts = auto(drafter, state, [4] + [0] * 30), []
+    for _ in range(2):
+        texts += decode(None, 0, [[5, 9, 11]], 20, state=state, drafter=drafter)[0]
+        state.pos.fill_(-1)
+    assert texts == 2 * decode("none", 0, [[5, 9, 11]], 20)[0]
 
 
 def test_a_hybrids_draft_refills_what_any_round_left():
