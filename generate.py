@@ -265,11 +265,12 @@ def run_prompts(args, opened) -> int:
     note(report(rows, prompts, engine.compile_s, args.device))
     if any(row.finish == "interrupted" for row in rows):
         return 130
+    # The check comes first, because it reads in the state what was written, and the report writes plain text there.
+    code = compare.check(engine, prompts, budgets, rows, lambda: sampling_state(target, args, first, tokens.eos)) \
+        if args.check else 0
     if args.report is not None:
         explain(engine, prompts, budgets, rows, args.report, (lambda f: f) if args.no_compile else compiled)
-    if not args.check:
-        return 0
-    return compare.check(engine, prompts, budgets, rows, lambda: sampling_state(target, args, first, tokens.eos))
+    return code
 
 
 def run_chat(args, opened) -> int:

@@ -78,10 +78,12 @@ def always_keeps_the_first(tokens, q, p, seed, pos, valid=None, real=engine.acce
     return engine.end_with_a_draw(tokens, n, after, after, seed, pos)
 
 
-def test_a_kept_wrong_guess_is_found(check, monkeypatch):
-    """Kills: the two runs one; exit code 0; `any` for `all` where both tokens must be near the top."""
+@pytest.mark.parametrize("also", [[], ["--report"]])
+def test_a_kept_wrong_guess_is_found(also, check, monkeypatch):
+    """Kills: the two runs one; exit code 0; `any` for `all` where both tokens must be near the top; what the report decodes
+    plainly taken for what was written."""
     monkeypatch.setattr(engine, "accept_sampled", always_keeps_the_first)
-    code, found, lines = check(*ASK, "--draft", "{m}/rand")
+    code, found, lines = check(*ASK, "--draft", "{m}/rand", *also)
     assert (code, found["verdict"], len(lines)) == (1, "bug", 2)
     for line, row in zip(lines, found["parted"]):
         assert row["verdict"] == "bug" and "A BUG" in line and f"after {row['position']} equal tokens" in line
