@@ -152,12 +152,13 @@ class AutoDraft:
             if hasattr(getattr(guesser, "other", None), "newest"):
                 guesser.other.newest = self.nodes + 1
         self.lag, self.followed = 0, torch.zeros_like(state.pos)    # plain rounds since `drafter` followed; up to where
-        self.launched, self.arrived = deque(), 0.0
+        self.launched, self.arrived, self.ran = deque(), 0.0, []    # ran: the K of every round of this text
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.drafter.start(state, begin, hidden)
         self.choice.begin(len(begin))
         self.launched.clear()
+        self.ran = []
         self.lag = 0
 
     def rehearse(self, run, times: int):
@@ -206,6 +207,7 @@ class AutoDraft:
         seconds, self.arrived = now - max(launched, self.arrived), now
         if self.uncounted() > uncounted + 1e-3:
             seconds = None
+        self.ran.append(K)
         self.choice.saw(K, [k if n == k + 1 else None for k, n in zip(kept, new)], seconds)
 
 

@@ -5,6 +5,7 @@ Only measure() touches the engine; what it measured is plain data, and everythin
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
@@ -79,8 +80,6 @@ def scoring_line(run: Run, plain: float, seconds: dict[int, float], often: list[
 def weigh(run: Run) -> Weighed:
     """Put what was measured into plan.py.  Some round must have guessed, and some plain one must have been timed."""
     rounds, by_K = [r for row in run.rows for r in row], defaultdict(list)
-    if not run.chain:                   # whatever it found worth trying, it scored everything
-        rounds = [r._replace(K=max(r.K for r in rounds)) for r in rounds]
     for r in rounds:
         by_K[r.K].append(r)
     plain, seconds = median(run.plain), {K: median(r.seconds for r in some) for K, some in sorted(by_K.items())}
@@ -89,10 +88,11 @@ def weigh(run: Run) -> Weighed:
     rates = rates_of(counts)
     line = scoring_line(run, plain, seconds, [K for K, some in by_K.items() if K == usual or len(some) >= FEW])
     scoring = {K: target_seconds(K + 1, *line) for K in range(MOST + 1)}
-    curve = {0: plain} | ({K: K * run.guess + t for K, t in scoring.items() if K} if run.chain else seconds)
+    curve = {K: K * run.guess + t for K, t in scoring.items()} if run.chain else seconds
+    curve = {0: plain} | {K: t for K, t in curve.items() if K}
     tokens_of = {K: expected_tokens(extended(rates, K)) for K in {*curve, *seconds}}
     if not run.chain:                   # some rounds try less than others, and the rates do not say how many
-        tokens_of[usual] = tokens
+        tokens_of[usual] = mean(r.new for r in by_K[usual])
     ups = {K: speed_up(tokens_of[K], 0.0, t, plain) for K, t in curve.items()}
     lookup = rates_of(kept_by_position(run.lookup))
 
@@ -119,8 +119,9 @@ def advice(run: Run, w: Weighed) -> str:
         return (f"too close to say: {w.measured:.2f} times plain decoding measured, {w.predicted:.2f} predicted; let "
                 "it write more, on a quiet machine")
     if not K and not run.chain:
-        return (f"off (--draft none): a round costs {w.tokens / w.predicted:.2f} plain rounds and brings "
-                f"{w.tokens:.2f} tokens")
+        tree = max(w.seconds)
+        cost = w.seconds[tree] / w.plain
+        return f"off (--draft none): a round costs {cost:.2f} plain rounds and brings {w.curve[tree] * cost:.2f} tokens"
     if not K:
         return (f"off (--draft none): of a plain round, drafting a guess costs {w.c:.0%} and scoring it "
                 f"{w.cost - w.c:.0%}, and {w.rates[0]:.0%} of the first guesses are kept")
@@ -199,10 +200,16 @@ def drafting_seconds(target, drafter, state, sampling, compiled, turns: int = 15
     return median(times[3:])
 
 
+def whole(log: list[Wrote], asked) -> list[Wrote]:
+    """A tree's rounds, `asked` being the K of each: whatever it found worth trying, it scored everything."""
+    return [r._replace(K=K) for r, K in zip(log, asked)]
+
+
 def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row], compiled) -> Run:
     """Weigh what the engine has just run against plain decoding, in this process and compiled alike.  It knows of the
     engine its models, state, settings and run(); no compiling is in the seconds."""
     args, drafter, guesser = engine.args, engine.drafter, engine.guesser
+    chain = guesser.nodes == args.k
     guess = drafting_seconds(engine.target, guesser, engine.state, engine.sampling, compiled) / args.k
     engine.drafter = engine.nobody
     for most in (4, CALIBRATION):                               # the first compiles
@@ -213,7 +220,7 @@ def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row
     name = "ngram+" * args.draft.startswith("ngram+") + Path(args.draft.removeprefix("ngram+")).name
     return Run(name, f"{device}, {str(weight.dtype)[6:]}, batch {len(rows)}, "
                f"{'eager' if args.no_compile else 'compiled'}", [r.seconds for row in plain for r in row.log], guess,
-               guesser.nodes == args.k, [row.log for row in rows],
+               chain, [row.log if chain else whole(row.log, getattr(drafter, "ran", repeat(args.k))) for row in rows],
                [r for prompt, row in zip(prompts, rows) for r in looked_up(prompt, row.ids, MOST)])
 
 

@@ -167,11 +167,22 @@ def test_noise_never_makes_scoring_cheaper():
 def test_a_tree_scores_all_of_itself_whatever_it_tries():
     """As lookahead, which often knows nothing to try.  Kills: its rounds without guesses taken for plain ones; tokens a
     round of the rounds that tried something; another K foretold."""
-    run = made_up([], chain=False, rows=[[Wrote(0, 0, 0, 1, 20.0)] * 6 + [Wrote(2, 2, 2, 3, 20.0)] * 4])
-    w = report.weigh(run)
+    log = [Wrote(0, 0, 0, 1, 20.0)] * 6 + [Wrote(2, 2, 2, 3, 20.0)] * 4
+    w = report.weigh(made_up([], chain=False, rows=[report.whole(log, [2] * 10)]))
     assert w.seconds == {2: 20.0} and w.tokens == 1.8 and w.best == (0, 1.0)
     assert w.curve == pytest.approx({0: 1.0, 2: 0.9})
     assert w.predicted == w.measured == pytest.approx(0.9)
+
+
+def test_plain_rounds_between_those_of_a_tree_are_plain():
+    """-k auto.  Kills: what a plain round took and brought counted as a tree's."""
+    log = [Wrote(0, 0, 0, 1, 10.0)] * 6 + [Wrote(0, 0, 0, 1, 25.0)] * 2 + [Wrote(2, 2, 1, 2, 25.0)] * 2
+    run = made_up([], chain=False, rows=[report.whole(log, [0] * 6 + [2] * 4)])
+    w = report.weigh(run)
+    assert w.seconds == {0: 10.0, 2: 25.0} and w.curve == pytest.approx({0: 1.0, 2: 1.5 / 2.5})
+    assert w.tokens == 1.2 and w.predicted == w.measured == pytest.approx(12 / 160 * 10)
+    assert "a round costs 2.50 plain rounds and brings 1.50 tokens" in report.advice(run, w)
+    assert dict(report.facts(run, w))["round of K = 2"] == "25000.0 ms, median of 4 rounds"
 
 
 def test_a_k_that_hardly_ran_does_not_bend_the_line():
@@ -337,10 +348,13 @@ def test_every_drafter_can_be_weighed(draft, run):
     """The context of one draft model, 64, ends within the text.  Kills: a State that keeps a drafter as its child, and
     lets none follow that is no module; tokens fed taken for guesses that can be kept; rounds left out in which nothing
     could be guessed any more."""
-    ask = ["--raw", "--prompt", "a", "--max-new-tokens", "90", "--temperature", "1", "--seed", "0", "--draft", draft]
-    code, _, err = run(*ask, "--report")
-    assert code == 0 and "advice: " in err and ("scoring: " in err) == ("lookahead" not in draft)
-    assert ("round of K = 0: " in err) == ("short" in draft)
+    lookahead = draft.startswith("lookahead")
+    ask = ["--raw", "--prompt", "a", "--max-new-tokens", "90", "--temperature", "1", "--draft", draft]
+    code, _, err = run(*ask, *[] if lookahead else ["-k", "4"], "--report")
+    assert code == 0 and "advice: " in err and ("scoring: " in err) != lookahead
+    assert ("round of K = 0: " in err) == (lookahead or "short" in draft)
+    counted = [int(n) for n in re.findall(r"round of K = .*median of (\d+) rounds", err)]
+    assert sum(counted) == int(re.search(r"(\d+) rounds of", err)[1])
 
 
 @pytest.mark.parametrize("argv, says", [
