@@ -117,6 +117,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--threads", type=int, default=torch.get_num_threads())
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on the CPU, bfloat16 elsewhere")
+    add("--rounds-only", action="store_true",
+        help="leave out the parts of a round and what they predict: compiled in a third of the time")
     add("--all", action="store_true", help="print every K, not only the best")
     add("--json", metavar="FILE", help="also write every row there")
     add("--plot", metavar="FILE", help="draw speed-up against K, or the curve, to this PNG (needs matplotlib)")

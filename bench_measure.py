@@ -153,8 +153,8 @@ def measure(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple]
 
 @torch.no_grad()
 def measure_batch(target, drafts: dict, prompts: dict, eos, options, plan: list[tuple], B: int) -> list[dict]:
-    """As measure, at one batch size: prompts is {kind: [batches of B]}.  A round's parts are measured at batch 1 only, and
-    where K stays what it is."""
+    """As measure, at one batch size: prompts is {kind: [batches of B]}.  A round's parts are measured at batch 1 only, where
+    K stays what it is, and not with --rounds-only."""
     lengths = [len(ids) for kind in prompts.values() for batch in kind for ids in batch]
     step, setups, sampling = compile_round(), {}, Sampling(B, options.temperature, device=options.device)
     steps = {name: partial(step, block=True) if name.endswith(", block") else step for name, _ in plan}
@@ -169,10 +169,10 @@ def measure_batch(target, drafts: dict, prompts: dict, eos, options, plan: list[
             span *= 2
         if K == "auto":
             drafter.choice.compile_s = math.inf                         # no K is worth compiling in the middle of a measurement
-        whole = B > 1 or K == "auto"
-        setups[name, K] = Setup(drafter, state, {} if whole else parts(target, drafter, state, sampling, steps[name] is not step))
+        by_parts = B == 1 and K != "auto" and not options.rounds_only
+        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling, steps[name] is not step) if by_parts else {})
         seconds = time.perf_counter() - start
-        print(f"compiled {name} K={K}{'' if whole else ' and its parts'} in {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"compiled {name} K={K}{' and its parts' if by_parts else ''} in {seconds:.0f} s", file=sys.stderr, flush=True)
     torch.compiler.set_stance("fail_on_recompile")
     read, moved = reader(options.device)
     cost = median_ms({(*key, part): f for key, setup in setups.items() for part, f in setup.parts.items()} | {"read": read})

@@ -119,6 +119,9 @@ def test_batches_and_k_auto(eager, tmp_path, capsys):
     assert all((r["predicted"] is None) == (r["batch"] == 3 or r["k"] == "auto") for r in rows)
     assert all(r["tokens_per_round"] == 1.0 for r in rows if r["draft"] == "none")
     assert "| 3 | draft | auto |" in capsys.readouterr().out
+    assert bench.main([*eager, "-k", "2", "--all", "--rounds-only", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert all(r["predicted"] is None and r["verify_ms"] is None and r["round_ms"] > 0 for r in rows)
 
 
 def test_k_auto_compiles_nothing_while_it_is_measured(eager, monkeypatch):

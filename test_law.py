@@ -1,6 +1,6 @@
 """The joint law of three tokens, through the compiled round: chi-square against enumerating the target alone.
 
-Rows of a batch are independent samples, so 40,000 texts are a handful of rounds.  Three tokens at K = 1 make rounds follow
+Rows of a batch are independent samples, so 20,000 texts are a handful of rounds.  Three tokens at K = 1 make rounds follow
 each other; at K = 3 one round writes them all.  The first token comes from prefill and is summed over.
 """
 import types
@@ -19,7 +19,7 @@ from model import KVCache
 from sample import Sampling, probs
 from speculate import Draft, State, Tree, accept_matched, commit, speculate
 
-ROWS, S, V, PROMPT = 40_000, 20, 8, [3, 5]
+ROWS, S, V, PROMPT = 20_000, 20, 8, [3, 5]
 TINY = config(V, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32)
 TARGET, DRAFT = random_model(0, TINY, head=2.0), random_model(1, TINY, head=2.0)
 TRUNCATIONS = {"none": {}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.8}, "both": {"top_k": 5, "top_p": 0.9}}
