@@ -168,9 +168,10 @@ def measure_batch(target, drafts: dict, prompts: dict, eos, options, plan: list[
             warm_up(steps[name], target, drafter, state, sampling, span - 2 * (drafter.nodes + 1))
             span *= 2
         if K == "auto":
-            drafter.choice.compile_s = math.inf                         # no K is worth compiling in the middle of a measurement
+            drafter.choice.compile_s = math.inf                 # nothing may compile while it is measured
         by_parts = B == 1 and K != "auto" and not options.rounds_only
-        setups[name, K] = Setup(drafter, state, parts(target, drafter, state, sampling, steps[name] is not step) if by_parts else {})
+        pieces = parts(target, drafter, state, sampling, steps[name] is not step) if by_parts else {}
+        setups[name, K] = Setup(drafter, state, pieces)
         seconds = time.perf_counter() - start
         print(f"compiled {name} K={K}{' and its parts' if by_parts else ''} in {seconds:.0f} s", file=sys.stderr, flush=True)
     torch.compiler.set_stance("fail_on_recompile")

@@ -5,7 +5,6 @@ Only measure() touches the engine; what it measured is plain data, and everythin
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
@@ -200,16 +199,17 @@ def drafting_seconds(target, drafter, state, sampling, compiled, turns: int = 15
     return median(times[3:])
 
 
-def whole(log: list[Wrote], asked) -> list[Wrote]:
-    """A tree's rounds, `asked` being the K of each: whatever it found worth trying, it scored everything."""
-    return [r._replace(K=K) for r, K in zip(log, asked)]
+def whole(log: list[Wrote], depth: int, asked) -> list[Wrote]:
+    """A tree's rounds, `asked` saying whether each guessed: whatever it found worth trying, it scored everything."""
+    return [r._replace(K=depth if K else 0) for r, K in zip(log, asked)]
 
 
 def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row], compiled) -> Run:
     """Weigh what the engine has just run against plain decoding, in this process and compiled alike.  It knows of the
     engine its models, state, settings and run(); no compiling is in the seconds."""
     args, drafter, guesser = engine.args, engine.drafter, engine.guesser
-    chain = guesser.nodes == args.k
+    chain, depth = guesser.nodes == args.k and not args.tree, max(r.K for row in rows for r in row.log)
+    asked = getattr(drafter, "ran", [args.k] * max(len(row.log) for row in rows))
     guess = drafting_seconds(engine.target, guesser, engine.state, engine.sampling, compiled) / args.k
     engine.drafter = engine.nobody
     for most in (4, CALIBRATION):                               # the first compiles
@@ -220,7 +220,7 @@ def measure(engine, prompts: list[list[int]], budgets: list[int], rows: list[Row
     name = "ngram+" * args.draft.startswith("ngram+") + Path(args.draft.removeprefix("ngram+")).name
     return Run(name, f"{device}, {str(weight.dtype)[6:]}, batch {len(rows)}, "
                f"{'eager' if args.no_compile else 'compiled'}", [r.seconds for row in plain for r in row.log], guess,
-               chain, [row.log if chain else whole(row.log, getattr(drafter, "ran", repeat(args.k))) for row in rows],
+               chain, [row.log if chain else whole(row.log, depth, asked) for row in rows],
                [r for prompt, row in zip(prompts, rows) for r in looked_up(prompt, row.ids, MOST)])
 
 

@@ -168,7 +168,7 @@ def test_a_tree_scores_all_of_itself_whatever_it_tries():
     """As lookahead, which often knows nothing to try.  Kills: its rounds without guesses taken for plain ones; tokens a
     round of the rounds that tried something; another K foretold."""
     log = [Wrote(0, 0, 0, 1, 20.0)] * 6 + [Wrote(2, 2, 2, 3, 20.0)] * 4
-    w = report.weigh(made_up([], chain=False, rows=[report.whole(log, [2] * 10)]))
+    w = report.weigh(made_up([], chain=False, rows=[report.whole(log, 2, [2] * 10)]))
     assert w.seconds == {2: 20.0} and w.tokens == 1.8 and w.best == (0, 1.0)
     assert w.curve == pytest.approx({0: 1.0, 2: 0.9})
     assert w.predicted == w.measured == pytest.approx(0.9)
@@ -177,7 +177,7 @@ def test_a_tree_scores_all_of_itself_whatever_it_tries():
 def test_plain_rounds_between_those_of_a_tree_are_plain():
     """-k auto.  Kills: what a plain round took and brought counted as a tree's."""
     log = [Wrote(0, 0, 0, 1, 10.0)] * 6 + [Wrote(0, 0, 0, 1, 25.0)] * 2 + [Wrote(2, 2, 1, 2, 25.0)] * 2
-    run = made_up([], chain=False, rows=[report.whole(log, [0] * 6 + [2] * 4)])
+    run = made_up([], chain=False, rows=[report.whole(log, 2, [0] * 6 + [2] * 4)])
     w = report.weigh(run)
     assert w.seconds == {0: 10.0, 2: 25.0} and w.curve == pytest.approx({0: 1.0, 2: 1.5 / 2.5})
     assert w.tokens == 1.2 and w.predicted == w.measured == pytest.approx(12 / 160 * 10)
