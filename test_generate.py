@@ -203,7 +203,9 @@ def test_refused_in_a_process(models):
     ("open_checkpoint", lambda *_: fail(KeyboardInterrupt()), 130, "")])
 def test_ends_before_the_text(name, value, code, says, models, monkeypatch, capsys):
     """Killed: `except InvalidCxxCompiler`, which comes wrapped; no `except KeyboardInterrupt` in main; no remedy."""
-    monkeypatch.setattr(cli, "DEFAULT_TARGET", models / "target")
+    default = value if name == "DEFAULT_TARGET" else models / "target"
+    monkeypatch.setattr("options.DEFAULT_TARGET", default)
+    monkeypatch.setattr(cli, "DEFAULT_TARGET", default)
     monkeypatch.setattr(cli, name, value)
     assert cli.main(["--prompt", "a"]) == code
     out, err = capsys.readouterr()
@@ -313,7 +315,7 @@ def test_latencies(models, monkeypatch):
     assert row.stats() | none | {"ttft_s": 10} == row.stats()
     for new in ([66], [67, 68], [69, 70, 71, 72]):
         row.push(new, len(new) - 1, 3)
-    assert row.gaps == [3, 1, 2] and row.shares == [3, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert [r.seconds for r in row.log] == [3, 1, 2] and row.shares() == [3, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     stats = row.stats()
     assert (stats["tpot_median_s"], stats["tpot_p95_s"]) == (0.5, 2.25)             # 0.7 of the way from 0.5 to 3
     assert (stats["itl_median_s"], stats["itl_p95_s"], stats["tokens_per_s"]) == (2, 2.9, round(7 / 6, 2))
@@ -324,7 +326,7 @@ def test_latencies(models, monkeypatch):
 def test_stop_from_the_command_line(run, rows):
     """Killed: --stop not handed to Row; negative rates where it took back the first token; a batch's rows streamed into
     each other, or numbered from 0."""
-    ask = ["--raw", "--prompt", "!", "--prompt", "?", "--max-new-tokens", "30", "--draft", "{m}/scripted"]
+    ask = ["--raw", "--prompt", "!", "--prompt", "?", "--max-new-tokens", "30", "--draft", "{m}/scripted", "-k", "4"]
     cut, bye = rows(*ask, "--stop", "Y", "--stop", "lo!🙂", target="scripted")
     assert (cut["text"], cut["finish"], cut["stats"]["rounds"]) == ("🙂 Hel", "stop", 3)
     assert (bye["text"], bye["tokens"], bye["finish"]) == ("B", [ord("B")], "stop")
