@@ -12,7 +12,7 @@ import copy
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class Choice:
         if self.seconds[K]:
             return dict(timed)[K]
         start, slope = fit_line(timed)
-        return start + max(slope, 0.0) * K
+        return max(start + slope * K, min(seconds for _, seconds in timed))
 
     def next(self, left: list[int]) -> int:
         """left: how many tokens each row may still write, 0 for one that has ended."""
@@ -153,6 +153,7 @@ class AutoDraft:
                 guesser.other.newest = self.nodes + 1
         self.lag, self.followed = 0, torch.zeros_like(state.pos)    # plain rounds since `drafter` followed; up to where
         self.launched, self.arrived, self.ran = deque(), 0.0, []    # ran: the K of every round of this text
+        self.untimed = Counter()                                    # rounds of each K whose seconds say nothing
 
     def start(self, state: State, begin: Tensor, hidden: Tensor):
         self.drafter.start(state, begin, hidden)
@@ -205,8 +206,10 @@ class AutoDraft:
         now, (K, launched, uncounted) = self.clock(), self.launched.popleft()
         # rounds run one after the other: this one cannot have begun before the one before it was done
         seconds, self.arrived = now - max(launched, self.arrived), now
-        if self.uncounted() > uncounted + 1e-3:
-            seconds = None
+        if self.uncounted() > uncounted + 1e-3:         # a compiling round, and on a GPU the next two: they record its graph
+            self.untimed[K] = 1 + 2 * self.followed.is_cuda
+        if self.untimed[K]:
+            self.untimed[K], seconds = self.untimed[K] - 1, None
         self.ran.append(K)
         self.choice.saw(K, [k if n == k + 1 else None for k, n in zip(kept, new)], seconds)
 
