@@ -25,6 +25,7 @@ from speculate import Draft, State
 KS = 1, 2, 4, 8             # what may be chosen besides plain decoding and the drafter's usual K
 FADE, USUAL = 0.93, 0.98    # what a round counts for one round later: in the estimate for now, in the text's usual rate
 PRIOR = 3                   # rounds that the usual rate weighs against those seen lately
+HOPE = 4                    # and rounds that the hope of a new text weighs in the usual rate: texts begin unevenly
 WAIT, LONGEST = 8, CHUNK    # rounds until the other side is tried again: at first, and after it failed several times
 MARGIN = 1.05               # promised by another K before it is taken
 
@@ -48,7 +49,7 @@ class Evidence:
         """What guess 1, 2, ... can hope for.  A depth never tried is taken to be like the one before it."""
         rates, rate = [], 0.7                       # before anything was seen: worth a try
         for (tried, kept), (usually_tried, usually_kept) in zip(self.lately, self.usually):
-            usual = (usually_kept + rate) / (usually_tried + 1)
+            usual = (usually_kept + HOPE * rate) / (usually_tried + HOPE)
             rate = (kept + PRIOR * usual) / (tried + PRIOR)
             rates.append(rate)
         return rates
@@ -92,7 +93,7 @@ class Choice:
         best = max((K for K in worth if K), key=speed.get)
         if not self.now and self.since >= self.wait:                # plain: does it pay again by now?
             self.now, self.since, self.wait = best, 0, min(2 * self.wait, LONGEST)
-        elif self.now and speed[0] > max(speed[best], speed[self.now]):
+        elif self.now and speed[0] > MARGIN * max(speed[best], speed[self.now]):
             self.now, self.since = 0, 0
         elif self.now and speed[best] > MARGIN * speed[self.now]:
             self.now = best
