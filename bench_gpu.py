@@ -95,7 +95,7 @@ class Check:
     def texts(self, name: str, K: int) -> tuple[float, int, int]:
         """Write all prompts' texts -> seconds after the first token of each, tokens, rounds."""
         setup = self.setup(name, K)
-        runs = [decode(self.pair.target, setup, self.sampling, ids, self.new, self.step) for ids in self.prompts]
+        runs = [decode(self.pair.target, setup, self.sampling, [ids], self.new, self.step) for ids in self.prompts]
         return tuple(sum(x) for x in zip(*runs))
 
     def save(self):

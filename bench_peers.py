@@ -65,7 +65,7 @@ def ours(target, longest: int, options):
 
     def run(ids):
         with torch.no_grad():
-            seconds, tokens, _ = decode(target, setup, sampling, ids, options.max_new_tokens, step)
+            seconds, tokens, _ = decode(target, setup, sampling, [ids], options.max_new_tokens, step)
         return seconds, state.tokens[0, len(ids):len(ids) + tokens + 1].tolist()
     return run
 
