@@ -70,7 +70,8 @@ class Choice:
         """A new text: what rounds cost is still known."""
         self.rows = [Evidence(max(self.ks)) for _ in range(rows)]
         self.now, self.wait = self.first, WAIT
-        self.since = self.unseen = 0        # rounds since plain decoding began or ended; since a plain one was timed
+        self.since = 0                          # rounds since plain decoding began or ended
+        self.unseen, self.look = 0, 2 * WAIT    # rounds since a plain one was timed; how many are too many
 
     def cost(self, K: int) -> float:
         """Seconds of a round: the median of its latest, or on the line through those that ran."""
@@ -84,7 +85,8 @@ class Choice:
         """left: how many tokens each row may still write, 0 for one that has ended."""
         if untimed := [K for K in (self.first, 0) if not self.seconds[K]]:
             return untimed[0]
-        if self.unseen >= LONGEST:                                  # what it is all compared with must not be old news
+        if self.unseen >= self.look:                                # what all is compared with must not be old news
+            self.look = min(2 * self.look, LONGEST)
             return 0
         rates = [row.rates() for row, n in zip(self.rows, left) if n]
         speed = {K: sum(expected_tokens(r[:K]) for r in rates) / self.cost(K) for K in self.ks}

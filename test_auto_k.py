@@ -82,7 +82,7 @@ def test_what_lasted_is_tried_again_soon():
             used[-1].append(choice.next([999]))
             choice.saw(used[-1][-1], [n], CPU[used[-1][-1]])
     runs = ["".join("s" if K else "p" for K in part).replace("s", " ").split() for part in used]
-    assert len(runs[0][-2]) == 64 and len(runs[2][0]) == 8
+    assert len(runs[0][-2]) == 64 and len(runs[2][0]) in (8, 9)         # 9: it had just looked what plain costs
 
 
 def test_rows_are_pooled():
@@ -94,11 +94,13 @@ def test_rows_are_pooled():
     choice.begin(8)
     for _ in range(30):
         choice.saw(4, [4] + [0] * 7, CPU[4])
+        choice.unseen = 0
     assert choice.next([50] * 8) == 0           # 7 + 5 tokens in 1.62 rounds of 8
     assert choice.next([50] + [0] * 7) == 0     # plain goes on for a while
     choice.begin(8)
     for _ in range(30):
         choice.saw(4, [4] + [0] * 7, CPU[4])
+        choice.unseen = 0
     assert choice.next([50] + [0] * 7) == 4     # the others have ended: 5 tokens instead of 1
 
 
@@ -110,6 +112,7 @@ def test_a_round_that_must_be_compiled_earns_it_first():
         choice.seconds[K].append(CPU[K] / 20)
     for _ in range(30):
         choice.saw(2, [2], CPU[2] / 20)
+        choice.unseen = 0
     assert choice.next([200]) == 2              # 5 s are left at this pace
     assert choice.next([20_000]) == 8
 
@@ -131,7 +134,7 @@ def test_a_round_that_compiled_costs_what_the_line_says():
 
 
 def test_an_old_time_of_plain_decoding_is_taken_again():
-    """Plain seemed slow once.  Kills: no look at plain decoding while speculation seems to pay."""
+    """Plain seemed slow once.  Kills: no look at plain decoding while speculation seems to pay; a look after 64 rounds only."""
     choice = Choice([], 4)
     choice.begin(1)
     choice.saw(0, [0], 5.0)
@@ -139,7 +142,7 @@ def test_an_old_time_of_plain_decoding_is_taken_again():
     for _ in range(400):
         used.append(choice.next([100]))
         choice.saw(used[-1], [0], CPU[used[-1]])
-    assert used[:60].count(0) < 10 and used[-200:].count(0) > 150
+    assert 0 in used[:20] and used[:40].count(0) < 4 and used[-200:].count(0) > 150
 
 
 # ---- the drafter follows ------------------------------------------------------------------------------------------------
