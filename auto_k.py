@@ -93,7 +93,8 @@ class Choice:
         worth = [K for K in self.ks if K in self.ready or
                  sum(left) * (1 / max(speed[k] for k in self.ready) - 1 / speed[K]) > self.compile_s]
         best = max((K for K in worth if K), key=speed.get)
-        if not self.now and self.since >= self.wait:                # plain: does it pay again by now?
+        could = (best + 1) * len(rates) / self.cost(best) > speed[0]        # if every guess were kept
+        if not self.now and self.since >= self.wait and could:      # plain: does it pay again by now?
             self.now, self.since, self.wait = best, 0, min(2 * self.wait, LONGEST)
         elif self.now and speed[0] > MARGIN * max(speed[best], speed[self.now]):
             self.now, self.since = 0, 0

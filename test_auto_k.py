@@ -72,6 +72,14 @@ def test_a_text_that_changes_is_noticed():
     assert sum(got for got, _ in runs) / 10 > 0.9 * 836 / (236 + 300 / (expected_tokens([0.95] * 8) / CPU[8]) + 300)
 
 
+def test_what_could_not_pay_if_all_were_kept_is_not_tried():
+    """As in a large batch on a CPU.  Kills: probes whatever a round costs."""
+    choice = Choice([], 3)
+    choice.seconds[0], choice.seconds[3] = [1.0], [4.1]
+    choice.begin(8)
+    assert {choice.next([99] * 8) for _ in range(200)} == {0}
+
+
 def test_what_lasted_is_tried_again_soon():
     """Kills: an interval that only grows."""
     choice, used = Choice([4], 4), []
