@@ -16,7 +16,8 @@ import speculate as engine
 from compare import chi_square, p_value
 from conftest import random_model
 from model import CHUNK
-from test_generate import PIECES, END, folder, readable, scripted
+from test_generate import PIECES, END, folder, readable
+from test_generate import models as made      # a fixture: the folders that both need
 
 TWINS = PIECES.index(b"u"), PIECES.index(b"z")        # of equal logits the lower index is the argmax
 
@@ -29,15 +30,11 @@ def with_twins(apart: float):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    folder(root / "target", readable(0))
-    folder(root / "near", random_model(0, readable(0).config, noise=0.05))
-    folder(root / "rand", random_model(1, readable(0).config))
-    folder(root / "scripted", scripted())
-    folder(root / "twins", with_twins(0.0))
-    folder(root / "apart", with_twins(0.002))
-    return root
+def models(made) -> Path:
+    folder(made / "rand", random_model(1, readable(0).config))
+    folder(made / "twins", with_twins(0.0))
+    folder(made / "apart", with_twins(0.002))
+    return made
 
 
 @pytest.fixture
