@@ -104,8 +104,8 @@ def options(argv=None) -> argparse.Namespace:
     add("--prompts", metavar="FILE",
         help="measure on the prompts of this file that train.py holds out, not on the built-in ones")
     add("--most-prompts", type=int, default=8, metavar="N", help="of --prompts (default 8)")
-    add("--verify", choices=("token", "block"), nargs="+", default=["token"],
-        help="how the draft model's guesses are judged (default token); both: in turns, on the same prompts")
+    add("--verify", choices=("token", "block", "couple"), nargs="+", default=["token"],
+        help="how drawn guesses are judged (default token), or drawn as with --couple; several: in turns, same prompts")
     mode("--curve", action="store_true", help="measure what scoring n tokens costs, instead of decoding")
     add("--batch", type=int, nargs="+", metavar="B", help="batch sizes (default 1, with --curve 1 2 4 8)")
     add("--most", type=int, default=16, metavar="N", help="tokens up to which --curve goes (default 16)")
@@ -169,8 +169,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(f"--peers is greedy: leave out --temperature {args.temperature}")
     args.temperature = 0.0 if args.peers else args.temperature
     args.temperature = float(bool(args.shape)) if args.temperature is None else args.temperature
-    if "block" in args.verify and not args.temperature:
-        raise ValueError("--verify block and token are one thing at temperature 0: give --temperature")
+    if args.verify != ["token"] and not args.temperature:
+        raise ValueError("--verify token, block and couple are one thing at temperature 0: give --temperature")
     args.dtype = getattr(torch, args.dtype or ("float32" if args.device.type == "cpu" else "bfloat16"))
     return args
 
@@ -203,7 +203,7 @@ def load(options):
 
 def plan(options, drafts: dict) -> list[tuple[str, int]]:
     """What is measured, as drafter_for reads it: (name, K)."""
-    judged = ["" if verify == "token" else ", block" for verify in dict.fromkeys(options.verify)]
+    judged = ["" if verify == "token" else f", {verify}" for verify in dict.fromkeys(options.verify)]
     names = {short(name): drafts.get(short(name).removeprefix("ngram+")) for name in options.draft} or drafts
     chains = [(name + how, K) for name, model in names.items() if not name.startswith("lookahead") for how in judged
               for K in options.k if K == "auto" or K <= getattr(model, "heads", K)]

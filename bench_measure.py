@@ -73,13 +73,14 @@ class Setup:
 
 def drafter_for(name: str, K: int | str, target, drafts: dict, state):
     """As --draft names it, `drafts` {name: model} being what is loaded, and self the target (always right, never worth it);
-    behind a comma: block (its guesses are judged together) or tree N (a trained drafter's N likeliest, at most K deep).
+    behind a comma: block (its guesses are judged together), couple (drawn with the noise that the target will draw with)
+    or tree N (a trained drafter's N likeliest, at most K deep).
     K "auto": the drafter's usual K or none, chosen for every round as generate.py does for texts of this length."""
     if K == "auto":
         usual = getattr(drafts.get(name.removeprefix("ngram+").partition(", ")[0]), "usual_k", None) or 4
         return AutoDraft(drafter_for(name, usual, target, drafts, state), usual, state, target, compiled=True)
     load = (drafts | {"self": target}).__getitem__
-    return drafter_named(name.partition(", ")[0], target, state, K, load, nodes_of(name))
+    return drafter_named(name.partition(", ")[0], target, state, K, load, nodes_of(name), name.endswith(", couple"))
 
 
 def nodes_of(name: str) -> int | None:

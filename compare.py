@@ -45,8 +45,9 @@ def report(result: dict, dtype: torch.dtype) -> str:
     if "p" in result:
         verdict = f"NOT ONE LAW, a bug: p is below {LEVEL:g}" if result["verdict"] == "bug" else \
             "one law, as far as so many texts can tell"
-        return ("--check: {samples} texts of {tokens} tokens with the drafter, as many without: chi-square "
-                "{chi_square:.1f}, {degrees_of_freedom} degrees of freedom, p = {p:.2g}: ".format(**result) + verdict)
+        return ("--check: {samples} texts of {tokens} tokens with the drafter, {k} guesses a round, as many without: "
+                "chi-square {chi_square:.1f}, {degrees_of_freedom} degrees of freedom, p = {p:.2g}: "
+                ).format(**result) + verdict
     if not result["parted"]:
         return f"--check: plain decoding writes the same {result['tokens']} tokens"
     return "\n".join(describe(p, str(dtype).removeprefix("torch.")) for p in result["parted"])
@@ -147,7 +148,7 @@ def sampled(engine, prompts, state: State) -> dict:
         statistic, freedom = statistic + one, freedom + more
     p = p_value(statistic, freedom)
     return {"verdict": "bug" if p < LEVEL else "same", "p": p, "chi_square": round(statistic, 3),
-            "degrees_of_freedom": freedom, "samples": SAMPLES * len(prompts), "tokens": NEW}
+            "degrees_of_freedom": freedom, "samples": SAMPLES * len(prompts), "tokens": NEW, "k": drafter.nodes}
 
 
 def two_samples(engine, drafter, state: State, prompt: list[int], seeds) -> list[list[tuple]]:

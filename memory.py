@@ -78,14 +78,30 @@ def held(*things) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
-def free(device: torch.device, meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that can still be had on the device, swap included; None where nobody says."""
+def free(device: torch.device, meminfo=Path("/proc/meminfo"), cgroup=Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that can still be had on the device, swap included, within a container's limit; None where nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not meminfo.exists():
         return None
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.read_text().splitlines()}
-    return 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) if "MemAvailable" in kilobytes else None
+    if "MemAvailable" not in kilobytes:
+        return None
+    machine = 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0))
+    return min(machine, left_in_container(cgroup, machine))
+
+
+def left_in_container(cgroup: Path, unlimited: int) -> int:
+    """Bytes below memory.max of the control group (v2), where a container has one: past it the kernel kills.
+    Pages of files count as used there, but give way."""
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return unlimited
+    if limit == "max":
+        return unlimited
+    return max(0, int(limit) - int(used) + sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file")))
 
 
 def fit(needs: Needs, free: int | None, args, dtype: torch.dtype) -> str:

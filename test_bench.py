@@ -144,6 +144,14 @@ def test_k_auto_begins_with_the_usual_k_however_it_is_judged():
         assert drafter.choice.first == 3
 
 
+def test_couple_behind_a_comma_couples():
+    """Kills: ", couple" measured as token by token."""
+    pair = Pair("tiny", "tiny-draft")
+    state = make_state(pair.target, 1, 64, 16)
+    assert [bench_measure.drafter_for(name, 2, pair.target, {"draft": pair.draft}, state).couple
+            for name in ("draft", "draft, block", "draft, couple")] == [False, False, True]
+
+
 def test_the_curve_has_every_point(eager, tmp_path, capsys):
     assert bench.main([*eager, "--curve", "--batch", "1", "2", "--most", "3", "--json", str(tmp_path / "c.json")]) == 0
     rows = json.loads((tmp_path / "c.json").read_text())

@@ -2,6 +2,7 @@
 
 "Kills:" names the bug that was planted once and made the test fail.
 """
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from conftest import random_model
 from draft_eagle import Eagle
 from draft_medusa import Medusa
 from draft_small import Small
-from memory import Needs, fit, free
+from memory import Needs, fit
 from test_generate import folder, readable
 from test_train import random_drafter
 
@@ -119,9 +120,23 @@ def test_refused_before_a_weight_is_read(models, monkeypatch, capsys):
 
 def test_free(tmp_path):
     """Kills: MemFree, which leaves out what the system would give back; kB taken for bytes; swap left out."""
-    proc = tmp_path / "meminfo"
+    proc, free = tmp_path / "meminfo", partial(memory.free, cgroup=tmp_path / "absent")
     proc.write_text("MemTotal:       100 kB\nMemFree:    1 kB\nMemAvailable:   40 kB\nSwapFree:   2 kB\n")
     assert free(torch.device("cpu"), proc) == 42 * 1024
     assert free(torch.device("cpu"), tmp_path / "absent") is None
     proc.write_text("MemTotal: 100 kB\n")
     assert free(torch.device("cpu"), proc) is None
+
+
+def test_free_in_a_container(tmp_path):
+    """Kills: the machine's memory taken for the container's; pages of files, which give way, taken for used; a limit
+    that is already passed told as less than nothing."""
+    proc = tmp_path / "meminfo"
+    proc.write_text("MemAvailable:   40 kB\n")
+
+    def free_within(limit: str) -> int:
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text("9000\n")
+        (tmp_path / "memory.stat").write_text("anon 6500\ninactive_file 2000\nactive_file 500\nfile_dirty 7\n")
+        return memory.free(torch.device("cpu"), proc, tmp_path)
+    assert [free_within(limit) for limit in ("max", "10000", "90000", "100")] == [40960, 3500, 40960, 0]
