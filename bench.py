@@ -12,6 +12,7 @@ import tokenizer as tokenizers
 from bench_measure import curve, measure
 from bench_shapes import DRAFT_OF, SHAPES, Pair, random_model
 from choose_draft import load_draft, needs_weights, sizes
+from draft_dflash import DFlash
 from draft_eagle import Eagle
 from draft_medusa import Medusa
 from load import open_checkpoint
@@ -206,11 +207,16 @@ def plan(options, drafts: dict) -> list[tuple[str, int]]:
     judged = ["" if verify == "token" else f", {verify}" for verify in dict.fromkeys(options.verify)]
     names = {short(name): drafts.get(short(name).removeprefix("ngram+")) for name in options.draft} or drafts
     chains = [(name + how, K) for name, model in names.items() if not name.startswith("lookahead") for how in judged
-              for K in options.k if K == "auto" or K <= getattr(model, "heads", K)]
+              for K in options.k if K == "auto" or K <= most(model, K)]
     chains += [(name, sizes(name, 0)[0]) for name in names if name.startswith("lookahead")]
     trees = [(f"{name}, tree {N}", K) for name, model in names.items() if type(model) in (Eagle, Medusa) for N in options.tree
-             for K in options.k if K != "auto" and 1 < K <= min(N, getattr(model, "heads", N)) and not name.startswith("ngram+")]
+             for K in options.k if K != "auto" and 1 < K <= min(N, most(model, N)) and not name.startswith("ngram+")]
     return [("none", 0)] + [("ngram", K) for K in options.k] + (chains + trees or [("self", 4)])
+
+
+def most(model, K: int) -> int:
+    """The most guesses it can make, of K asked for: a Medusa has so many heads, a DFlash so long a block."""
+    return model.heads if isinstance(model, Medusa) else model.block if isinstance(model, DFlash) else K
 
 
 def short(name: str) -> str:
@@ -240,7 +246,8 @@ def run(options) -> int:
     if rows:
         show(rows if options.all else best(rows), TABLE if len(options.batch) == 1 else {"batch": ("batch", "")} | TABLE)
         floor, plain = rows[0]["floor_ms"], rows[0]["round_ms"]
-        print(f"reading its bytes takes {floor:.1f} ms at the bandwidth measured, {floor / plain:.0%} of a plain round")
+        share = f", {floor / plain:.0%} of a plain round" if plain else ""         # rows of a batch end at different times
+        print(f"reading its bytes takes {floor:.1f} ms at the bandwidth measured{share}")
     show(points, CURVE) if points else None
     show(peers, bench_peers.TABLE) if peers else None
     if options.json:

@@ -1,5 +1,6 @@
 """bench.py: its arithmetic, its synthetic weights, its refusals.  Nothing is compiled here and no time is judged."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from bench_peers import write_gguf
 from bench_shapes import DRAFT_OF, SHAPES, Pair
 from checkpoints import hf_folder
 from convert_weights import convert
+from draft_dflash import DFlash
+from draft_eagle import Eagle
+from draft_medusa import Medusa
 from drafts import NoDraft
 from generate import make_state
 from load import open_checkpoint
@@ -109,12 +113,13 @@ def test_a_run_measures_every_drafter(eager, tmp_path, capsys):
 
 
 def test_batches_and_k_auto(eager, tmp_path, capsys):
-    """Kills: a batch that is not filled up; K = "auto" taken for a number; parts of a batch that were not measured."""
+    """Kills: a batch that is not filled up; K = "auto" taken for a number; parts of a batch that were not measured;
+    a share of the plain round told of a batch, which has none."""
     assert bench_measure.batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
-    argv = [*eager, "-k", "2", "auto", "--batch", "1", "3", "--all", "--json", str(tmp_path / "rows.json")]
+    argv = [*eager, "-k", "2", "auto", "--batch", "3", "1", "--all", "--json", str(tmp_path / "rows.json")]
     assert bench.main(argv) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(r["batch"], r["draft"], r["k"]) for r in rows] == [(B, *key) for B in (1, 3) for key in (
+    assert [(r["batch"], r["draft"], r["k"]) for r in rows] == [(B, *key) for B in (3, 1) for key in (
         ("none", 0), ("ngram", 2), ("ngram", "auto"), ("draft", 2), ("draft", "auto"))]
     assert all((r["predicted"] is None) == (r["batch"] == 3 or r["k"] == "auto") for r in rows)
     assert all(r["tokens_per_round"] == 1.0 for r in rows if r["draft"] == "none")
@@ -142,6 +147,17 @@ def test_k_auto_begins_with_the_usual_k_however_it_is_judged():
     for name in ("draft", "draft, block", "ngram+draft"):
         drafter = bench_measure.drafter_for(name, "auto", pair.target, {"draft": pair.draft}, make_state(pair.target, 1, 64, 16))
         assert drafter.choice.first == 3
+
+
+def test_nobody_is_asked_for_more_guesses_than_it_can_make():
+    """Kills: a DFlash asked for more than its block, which ended the whole run after minutes."""
+    names = ["a/medusa", "a/dflash", "ngram+a/dflash", "a/eagle"]
+    wanted = SimpleNamespace(draft=names, k=[3, 5, "auto"], verify=["token"], tree=[])
+    c, vocab = Config(dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=50, context=64), torch.arange(50)
+    models = {"medusa": Medusa(c, vocab, 3), "dflash": DFlash(c, vocab, (0, 1), block=4), "eagle": Eagle(c, vocab, (0, 1))}
+    found = [(name, K) for name, K in bench.plan(wanted, models) if name not in ("none", "ngram")]
+    assert found == [("medusa", 3), ("medusa", "auto"), ("dflash", 3), ("dflash", "auto"), ("ngram+dflash", 3),
+                     ("ngram+dflash", "auto"), ("eagle", 3), ("eagle", 5), ("eagle", "auto")]
 
 
 def test_couple_behind_a_comma_couples():
