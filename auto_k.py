@@ -28,6 +28,7 @@ PRIOR = 3                   # rounds that the usual rate weighs against those se
 HOPE = 4                    # and rounds that the hope of a new text weighs in the usual rate: texts begin unevenly
 WAIT, LONGEST = 8, CHUNK    # rounds until the other side is tried again: at first, and after it failed several times
 MARGIN = 1.05               # promised by another K before it is taken
+PROBES = 0.04               # of plain decoding's time, may be lost in trying whether guessing pays again
 
 
 class Evidence:
@@ -89,12 +90,14 @@ class Choice:
             self.look = min(2 * self.look, LONGEST)
             return 0
         rates = [row.rates() for row, n in zip(self.rows, left) if n]
-        speed = {K: sum(expected_tokens(r[:K]) for r in rates) / self.cost(K) for K in self.ks}
+        tokens = {K: sum(expected_tokens(r[:K]) for r in rates) for K in self.ks}
+        speed = {K: tokens[K] / self.cost(K) for K in self.ks}
         worth = [K for K in self.ks if K in self.ready or
                  sum(left) * (1 / max(speed[k] for k in self.ready) - 1 / speed[K]) > self.compile_s]
         best = max((K for K in worth if K), key=speed.get)
         could = (best + 1) * len(rates) / self.cost(best) > speed[0]        # if every guess were kept
-        if not self.now and self.since >= self.wait and could:      # plain: does it pay again by now?
+        loss = self.cost(best) / self.cost(0) - tokens[best] / tokens[0]    # plain rounds that one of `best` likely loses
+        if not self.now and self.since >= max(self.wait, loss / PROBES) and could:      # does it pay again by now?
             self.now, self.since, self.wait = best, 0, min(2 * self.wait, LONGEST)
         elif self.now and speed[0] > MARGIN * max(speed[best], speed[self.now]):
             self.now, self.since = 0, 0

@@ -27,6 +27,7 @@ from test_eagle import random_eagle
 CPU = {0: 1.0, 1: 1.25, 2: 1.36, 3: 1.45, 4: 1.62, 8: 2.3}             # a round here, in plain rounds
 GPU = {0: 1.0, 1: 1.1, 2: 1.15, 3: 1.2, 4: 1.25, 8: 1.45}
 DEAR = {K: 1 + K for K in CPU}                                          # the target as its own draft
+BATCH = {K: 1 + 0.8 * K for K in CPU}                                   # eight rows on a CPU
 
 
 # ---- the choice, on texts made of chances -------------------------------------------------------------------------------
@@ -53,12 +54,12 @@ def speed(cost: dict, rate_at, length: int, ks=(1, 2, 4, 8), first=3, rows=1, se
     return (sum(at) - began[0]) / (clock - began[1]) / rows, used
 
 
-@pytest.mark.parametrize("cost", [CPU, GPU, DEAR], ids=["cpu", "gpu", "dear"])
+@pytest.mark.parametrize("cost, rows", [(CPU, 1), (GPU, 1), (DEAR, 1), (BATCH, 8)], ids=["cpu", "gpu", "dear", "batch"])
 @pytest.mark.parametrize("a", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
-def test_it_finds_what_pays(cost, a):
+def test_it_finds_what_pays(cost, rows, a):
     """Never more than 5 % slower than plain after 64 tokens, and on average near the best K, known beforehand.
     Kills: the other side never tried again; tried every 8 rounds; K taken for the likeliest, not for the fastest."""
-    got = [speed(cost, lambda at: a, 400, seed=seed)[0] for seed in range(10)]
+    got = [speed(cost, lambda at: a, 400, rows=rows, seed=seed)[0] for seed in range(10)]
     best = max(expected_tokens([a] * K) / cost[K] for K in cost)
     assert min(got) > 0.95
     assert sum(got) / len(got) > 0.93 * best
@@ -78,6 +79,20 @@ def test_what_could_not_pay_if_all_were_kept_is_not_tried():
     choice.seconds[0], choice.seconds[3] = [1.0], [4.1]
     choice.begin(8)
     assert {choice.next([99] * 8) for _ in range(200)} == {0}
+
+
+def test_probes_lose_no_more_than_their_share():
+    """From the first plain round on, also in texts that end soon.  Kills: probes after 8, 16, 32 rounds whatever they lose."""
+    choice, used = Choice([], 3), []
+    choice.begin(8)
+    for _ in range(300):
+        used.append(choice.next([999] * 8))
+        choice.saw(used[-1], [0] * 8, BATCH[used[-1]])
+    plain = used[used.index(0, 2):]                             # the first two rounds look what each K costs
+    for at in range(len(plain)):
+        lost = sum(BATCH[K] - 1 for K in plain[:at + 1])
+        assert lost <= BATCH[3] - 1 + 0.05 * (at + 1)           # one probe ahead of its time: old evidence fades
+    assert any(plain)
 
 
 def test_what_lasted_is_tried_again_soon():

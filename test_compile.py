@@ -5,7 +5,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from conftest import TARGET, decode, make_drafter, prompts_for
 from generate import compile_round
-from model import KVCache
+from model import KVCache, linear
 from sample import Sampling
 from speculate import Draft, State, speculate
 from test_speculate import ScriptedTree
@@ -36,6 +36,20 @@ def test_compiled_equals_eager_and_never_recompiles(kind):
     torch.compiler.set_stance("default")
     assert texts[0] == texts[3]
     assert texts == [decode(kind, 3, max_new=30, S=S, **run)[0] for run in runs]
+
+
+@pytest.mark.parametrize("rows", [2, 12, 13, 32, 33])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_linear_layer_is_the_same_however_many_rows_it_has(rows, weights):
+    """Kills: rows and columns confused in the product that is made the other way round; a bias left out."""
+    g = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=g) for shape in ((rows, 1, 24), (40, 24), (40,)))
+    weight, bias = weight.to(weights), bias.to(weights)
+    compiled = torch.compile(linear, fullgraph=True, dynamic=False)
+    for b in (None, bias):
+        y = compiled(x, weight, b)
+        assert y.shape == (rows, 1, 40) and y.dtype == x.dtype
+        torch.testing.assert_close(y, x @ weight.float().T + (0 if b is None else b.float()))
 
 
 def traced_ops(drafter, K) -> list[str]:
