@@ -348,9 +348,10 @@ def test_every_drafter_can_be_weighed(draft, run):
     """The context of one draft model, 64, ends within the text.  Kills: a State that keeps a drafter as its child, and
     lets none follow that is no module; tokens fed taken for guesses that can be kept; rounds left out in which nothing
     could be guessed any more."""
-    lookahead = draft.startswith("lookahead")
-    ask = ["--raw", "--prompt", "a", "--max-new-tokens", "90", "--temperature", "1", "--draft", draft]
-    code, _, err = run(*ask, *[] if lookahead else ["-k", "4"], "--report")
+    lookahead = draft.startswith("lookahead")       # its pool holds something only of a text that comes back to itself
+    ask = ["--raw", "--prompt", "!", "--max-new-tokens", "90", "--draft", draft, "--report"]
+    how = ["--temperature", "0"] if lookahead else ["--temperature", "1", "-k", "4"]
+    code, _, err = run(*ask, *how, target="scripted" if lookahead else "target")
     assert code == 0 and "advice: " in err and ("scoring: " in err) != lookahead
     assert ("round of K = 0: " in err) == (lookahead or "short" in draft)
     counted = [int(n) for n in re.findall(r"round of K = .*median of (\d+) rounds", err)]
