@@ -28,7 +28,7 @@ from convert.from_hf import slices
 from convert.hf_tokenizer import check_tokenizer
 from convert.source import Stored
 from load import read_source
-from model import Config, read_config
+from model import CACHE_LINE, Config, read_config
 
 SMOLLM2_DST = Path(__file__).parent / "models" / "smollm2-135m"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,7 +72,7 @@ def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | No
         end += math.prod(s.shape) * kind.itemsize
         header[name] = {"dtype": NAMES[kind], "shape": list(s.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)                                     # the data starts at a multiple of 8
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)      # or `aligned` would have to copy what could be mapped
     broken = {}
     with open(path, "wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc=path.name, disable=None) as bar:
         file.write(len(text).to_bytes(8, "little") + text)

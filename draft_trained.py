@@ -16,7 +16,7 @@ from draft_eagle import Eagle, EagleDraft, EagleTree
 from draft_medusa import Medusa, MedusaDraft
 from draft_small import Small
 from drafts import ModelDraft
-from model import KVCache, inverse_frequencies
+from model import KVCache, aligned, inverse_frequencies
 from plan import expected_tokens
 from speculate import State
 
@@ -84,7 +84,7 @@ def load_trained(folder: Path, target):
         if not (all(0 <= i < c.layers for i in model.taps) and 0 <= vocab.min() and vocab.max() < c.tokens):
             raise ValueError(f"it reads layers {model.taps} and guesses ids up to {vocab.max()}")
         device = target.embed.weight.device
-        own = {n: w.to(device, dtype) for n, w in weights.items()} | {"vocab": vocab.to(device)}
+        own = {n: aligned(w.to(device, dtype)) for n, w in weights.items()} | {"vocab": vocab.to(device)}
         model.load_state_dict(own, strict=False, assign=True)
     except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
         why = str(error).splitlines()[-1].strip()
