@@ -14,6 +14,7 @@ import generate as cli
 import tokenizer
 from checkpoints import checkpoint, damage, edit, hf_folder, logits, one_thread  # noqa: F401 (autouse)
 from load import open_checkpoint
+from model import CACHE_LINE, load_model
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,20 @@ def test_an_unconverted_folder_is_the_same_model(folders, capsys):
     assert tokenizer.compare(ours.tokens, theirs.tokens) is None and ours.config == theirs.config
     assert text(capsys, "--target", folders / "ours")[:2] == text(capsys, "--target", folders / "hf")[:2]
     assert sorted(p.name for p in folders.iterdir()) == before          # nothing was written beside it
+
+
+def test_weights_begin_at_a_line_of_the_cache(folders, tmp_path):
+    """What convert_weights.py writes is mapped as it lies; a file that lies across lines is copied.  Kills: a header of
+    any length; weights used where they lie."""
+    off = lambda weights: {w.data_ptr() % CACHE_LINE for w in weights}
+    path = shutil.copytree(folders / "ours", tmp_path / "moved") / "model.safetensors"
+    assert off(load_file(path).values()) == {0}
+    length, rest = int.from_bytes(path.read_bytes()[:8], "little"), path.read_bytes()[8:]
+    path.write_bytes((length + 8).to_bytes(8, "little") + rest[:length] + b" " * 8 + rest[length:])
+    assert off(load_file(path).values()) == {8}
+    moved, tokens = load_model(path.parent), torch.arange(40)[None]
+    assert off(moved.parameters()) == {0}
+    assert torch.equal(logits(moved, tokens), logits(load_model(folders / "ours"), tokens))
 
 
 def test_an_unconverted_folder_can_draft(folders, capsys):

@@ -26,7 +26,7 @@ from draft_small import Small
 from draft_trained import borrow, drafter_of, fingerprint, load_trained, own_weights
 from generate import compile_round, generate
 from load import open_checkpoint
-from model import KVCache
+from model import CACHE_LINE, KVCache
 from sample import Sampling
 from speculate import State, speculate
 
@@ -243,7 +243,7 @@ def test_training_learns_saves_and_resumes(folder, tmp_path, capsys, kind, monke
     saved = torch.load(tmp_path / "out/training.pt", weights_only=True)["model"]
     assert saved.keys() == own_weights(net).keys()
     for name, p in own_weights(net).items():
-        assert torch.equal(p, saved[name].bfloat16())
+        assert torch.equal(p, saved[name].bfloat16()) and p.data_ptr() % CACHE_LINE == 0
     if kind == "medusa":
         assert "rates" in about["shape"] and len(net.rates[0]) == RANKS and 0 < sum(net.rates[0]) <= 1
     # and the command line takes it
