@@ -26,9 +26,9 @@ KS = 1, 2, 4, 8             # what may be chosen besides plain decoding and the 
 FADE, USUAL = 0.93, 0.98    # what a round counts for one round later: in the estimate for now, in the text's usual rate
 PRIOR = 3                   # rounds that the usual rate weighs against those seen lately
 HOPE = 4                    # and rounds that the hope of a new text weighs in the usual rate: texts begin unevenly
-WAIT, LONGEST = 8, CHUNK    # rounds until the other side is tried again: at first, and after it failed several times
+WAIT, LONGEST = 8, CHUNK    # rounds until the other side is tried again: at first, and after it failed several times, but
 MARGIN = 1.05               # promised by another K before it is taken
-PROBES = 0.04               # of plain decoding's time, may be lost in trying whether guessing pays again
+PROBES = 0.04               # never so soon that trying loses more than this share of plain decoding's time, as it looks
 
 
 class Evidence:

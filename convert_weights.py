@@ -72,7 +72,7 @@ def write_weights(path: Path, stored: dict[str, Stored], dtype: torch.dtype | No
         end += math.prod(s.shape) * kind.itemsize
         header[name] = {"dtype": NAMES[kind], "shape": list(s.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % CACHE_LINE)      # or `aligned` would have to copy what could be mapped
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)      # or `aligned` must copy what could be mapped
     broken = {}
     with open(path, "wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc=path.name, disable=None) as bar:
         file.write(len(text).to_bytes(8, "little") + text)

@@ -54,12 +54,12 @@ def speed(cost: dict, rate_at, length: int, ks=(1, 2, 4, 8), first=3, rows=1, se
     return (sum(at) - began[0]) / (clock - began[1]) / rows, used
 
 
-@pytest.mark.parametrize("cost, rows", [(CPU, 1), (GPU, 1), (DEAR, 1), (BATCH, 8)], ids=["cpu", "gpu", "dear", "batch"])
+@pytest.mark.parametrize("cost", [CPU, GPU, DEAR], ids=["cpu", "gpu", "dear"])
 @pytest.mark.parametrize("a", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
-def test_it_finds_what_pays(cost, rows, a):
+def test_it_finds_what_pays(cost, a):
     """Never more than 5 % slower than plain after 64 tokens, and on average near the best K, known beforehand.
     Kills: the other side never tried again; tried every 8 rounds; K taken for the likeliest, not for the fastest."""
-    got = [speed(cost, lambda at: a, 400, rows=rows, seed=seed)[0] for seed in range(10)]
+    got = [speed(cost, lambda at: a, 400, seed=seed)[0] for seed in range(10)]
     best = max(expected_tokens([a] * K) / cost[K] for K in cost)
     assert min(got) > 0.95
     assert sum(got) / len(got) > 0.93 * best
