@@ -27,8 +27,8 @@ FADE, USUAL = 0.93, 0.98    # what a round counts for one round later: in the es
 PRIOR = 3                   # rounds that the usual rate weighs against those seen lately
 HOPE = 4                    # and rounds that the hope of a new text weighs in the usual rate: texts begin unevenly
 WAIT, LONGEST = 8, CHUNK    # rounds until the other side is tried again: at first, and after it failed several times, but
-MARGIN = 1.05               # promised by another K before it is taken
 PROBES = 0.04               # never so soon that trying loses more than this share of plain decoding's time, as it looks
+MARGIN = 1.05               # promised by another K before it is taken
 
 
 class Evidence:
